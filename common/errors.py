@@ -1,0 +1,43 @@
+"""One hierarchy for what can go wrong and is the user's or the operator's to mend.
+
+A `DapoError` is printed as one message, without a traceback, and ends the process with
+status 2. Its text names the key, the file or the address and says what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class DapoError(Exception):
+    """Something a person can mend; the message says how."""
+
+
+class ConfigError(DapoError):
+    """A key or a value of the configuration, or a combination that makes no sense."""
+
+
+class DataError(DapoError):
+    """A row of a data file; the message names the file and the row."""
+
+
+class MessageError(DapoError):
+    """Bytes from the wire that are no valid record of the kind expected."""
+
+
+class BrokerError(DapoError):
+    """The Redis-protocol server: unreachable, refused, or in a state that forbids the call."""
+
+
+class FencedError(BrokerError):
+    """Another learner has taken the run over; this one must stop at once."""
+
+
+class CheckpointError(DapoError):
+    """A checkpoint or a batch file that is missing, torn or of another run."""
+
+
+class RoundError(DapoError):
+    """A weight round that did not complete; the survivors run it again."""
+
+
+class NumericalError(DapoError):
+    """A loss, a gradient or a weight that is not finite."""

@@ -1,7 +1,7 @@
 """Sums of several one-digit numbers with written steps: the task of the small demo.
 
-A problem is a row of digits, `3+8+5=?`; a solution adds them from left to right, one step a line,
-and ends with `Answer: 16`. Everything here is a pure function of its arguments and of a seeded
+A problem is a row of digits, `3+8+5=?`; a solution adds them from left to right, one step a line
+(`3+8=11`, `+5=16`), and ends with `Answer: 16`. Everything here is a pure function of its arguments and of a seeded
 random generator.
 
 Invariants:
@@ -103,15 +103,11 @@ def noisy_solution(problem: Problem, rng: random.Random, noise: Noise) -> tuple[
     steps, total = _steps(problem, rng, noise.wrong_step_rate)
     if rng.random() >= noise.ramble_rate:
         return "".join(steps) + _answer_line(total), True
-    kind = rng.choice(("restate", "again", "loop"))
-    if kind == "restate":
-        # Every step is said three times over.
-        return "".join(step * 3 for step in steps) + _answer_line(total), True
-    if kind == "again":
+    if rng.random() < 0.5:
         # Solved, doubted, and solved once more; the last answer is the one that counts.
-        second, total_again = _steps(problem, rng, noise.wrong_step_rate)
+        again, total_again = _steps(problem, rng, noise.wrong_step_rate)
         first = "".join(steps) + _answer_line(total)
-        return f"{first}\nWait.\n{''.join(second)}{_answer_line(total_again)}", True
+        return f"{first}\nWait.\n{''.join(again)}{_answer_line(total_again)}", True
     # Stuck on one step: it is repeated until the cap and no answer comes.
     stuck = rng.randrange(len(steps))
     lines = "".join(steps[:stuck])
@@ -141,9 +137,7 @@ def _answer_line(total: int) -> str:
     return f"Answer: {total}"
 
 
-def _steps(
-    problem: Problem, rng: random.Random, wrong_step_rate: float
-) -> tuple[list[str], int]:
+def _steps(problem: Problem, rng: random.Random, wrong_step_rate: float) -> tuple[list[str], int]:
     """The lines of one left-to-right addition and the total that they reach."""
     total = problem.terms[0]
     lines: list[str] = []
@@ -160,6 +154,8 @@ def _steps(
                 result = total + term
             else:
                 result += rng.choice((-1, 1))
-        lines.append(f"{total}+{term}={result}\n")
+        # The total that a step starts from stands at the end of the line above.
+        start = "" if lines else str(total)
+        lines.append(f"{start}+{term}={result}\n")
         total = result
     return lines, total

@@ -96,8 +96,8 @@ class SamplingSection(Section):
     temperature: float = Field(1.0, gt=0)
     max_tokens: int = Field(1024, ge=1)
     """Generation cap L_max of the overlong shaping, in tokens."""
-    top_p: Literal[1.0] = 1.0
-    """Fixed: a truncated support would make the recorded log-probs wrong for training."""
+    top_p: float = Field(1.0, ge=1.0, le=1.0)
+    """Fixed at 1: a truncated support would make the recorded log-probs wrong for training."""
 
 
 class AlgorithmSection(Section):
@@ -175,6 +175,8 @@ class GeneratorSection(Section):
     """No compilation: starts faster, runs slower on GPUs."""
     sample_attempts: int = Field(3, ge=1)
     """How often one sample is tried before its group fails."""
+    drain_s: float = Field(10.0, ge=0)
+    """On SIGTERM: seconds for running groups to end before they are given back."""
     keep_kv_cache: bool = True
     """Keep the KV cache of running sequences across a weight update."""
 

@@ -6,8 +6,8 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
-import time
 
 _PR_SET_PDEATHSIG = 1
 
@@ -27,16 +27,21 @@ def die_with_parent(sig: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), sig)
 
 
-def kill_group(pgid: int, grace_s: float = 0.0) -> None:
-    """End every process of a group: SIGTERM, then SIGKILL once `grace_s` has passed."""
-    deadline = time.monotonic() + grace_s
+def stop_group(process: subprocess.Popen[bytes], grace_s: float = 0.0) -> None:
+    """End a child that leads its own group, and the group: SIGTERM, SIGKILL after `grace_s`."""
+    if grace_s > 0 and process.poll() is None:
+        signal_group(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace_s)
+    # also what the leader left behind when it ended by itself
+    signal_group(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def signal_group(pgid: int, sig: int) -> None:
+    """Send a signal to a process group that may be gone."""
     with contextlib.suppress(ProcessLookupError):
-        if grace_s > 0:
-            os.killpg(pgid, signal.SIGTERM)
-        while time.monotonic() < deadline:
-            os.killpg(pgid, 0)
-            time.sleep(0.05)
-        os.killpg(pgid, signal.SIGKILL)
+        os.killpg(pgid, sig)
 
 
 def rss_mib() -> float:

@@ -1,0 +1,126 @@
+"""A generator's part in weight rounds (see `common.rounds` for the order of messages)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from common.broker import Broker
+from common.errors import RoundError
+from common.failpoints import failpoint
+from common.log import get_logger
+from common.messages import Version
+from common.rounds import Call, Go, Message, Publish, Reply
+from generator.engine import Engine, GenerationError
+
+if TYPE_CHECKING:
+    from generator.worker import GeneratorWorker
+
+RECLAIM_S = 1.0
+log = get_logger(__name__)
+
+
+class RoundMember:
+    """Follows the control stream; knows which version may be served.
+
+    `serving` is the published version that the engine holds, empty while it holds none. Samples
+    are handed over only while `verified` is set: between an update and its `publish` message the
+    learner has not yet compared the probe.
+    """
+
+    def __init__(self, worker: GeneratorWorker, broker: Broker, engine: Engine, name: str) -> None:
+        self.worker, self.broker, self.engine, self.name = worker, broker, engine, name
+        self.serving = ""
+        self.verified = asyncio.Event()
+        self.paused_s = 0.0
+        self._place = "$"
+        self._prefix = ""
+        self._round = ""
+        self._reclaim_at = 0.0
+
+    @property
+    def salt(self) -> str:
+        """Prefix-cache salt of the weights in the engine."""
+        return str(self.engine.version)
+
+    def time_to_reclaim(self) -> bool:
+        """True once in a while: looking for the dead at every claim would be a waste."""
+        now = time.monotonic()
+        due = now >= self._reclaim_at
+        if due:
+            self._reclaim_at = now + RECLAIM_S
+        return due
+
+    async def tune_in(self) -> None:
+        """Find the end of the control stream; to be done before the lease makes us visible."""
+        self._place, _ = await self.broker.hear("$", 0)
+
+    async def follow(self) -> None:
+        """Answer calls, take part in rounds, for ever."""
+        while True:
+            self._place, messages = await self.broker.hear(self._place, 1000)
+            for message in messages:
+                await self._handle(message)
+
+    async def _handle(self, message: Message) -> None:
+        if isinstance(message, Call):
+            self._round = message.round
+            workers = self.worker.config.generator.tensor_parallel
+            device = "cpu" if self.engine.on_cpu else "cuda"
+            failpoint("generator_before_ready")
+            await self._answer(message.round, Reply("ready", workers, device))
+            failpoint("generator_after_ready")
+        elif isinstance(message, Go) and message.round == self._round:
+            if self.name in message.ranks:
+                await self._take_part(message)
+            else:
+                await self._left_out(f"left out of round {message.round}")
+        elif isinstance(message, Publish) and message.round == self._round:
+            if self.name in message.members:
+                self.serving = message.version
+                self.verified.set()
+            elif self.serving != message.version:
+                await self._left_out(f"not published in round {message.round}")
+
+    async def _take_part(self, go: Go) -> None:
+        """Pause, take the weights, score the probe, answer."""
+        since = time.monotonic()
+        self.verified.clear()
+        self.serving = ""
+        init = None
+        if go.fresh or go.prefix != self._prefix:
+            init = {
+                "host": go.host, "port": go.port, "prefix": go.prefix, "world": go.world,
+                "rank_offset": go.ranks[self.name], "backend": go.backend,
+                "timeout_s": go.timeout_s,
+            }  # fmt: skip
+        update = {
+            "manifest": go.manifest, "dtype": go.dtype, "bucket_bytes": go.bucket_bytes,
+            "version": go.version,
+        }  # fmt: skip
+        self._prefix = ""
+        try:
+            await self.engine.pause()
+            failpoint("generator_in_round")
+            await self.engine.update(init, update, Version.parse(go.version))
+            await self.engine.resume()
+            self.paused_s += time.monotonic() - since
+            probe = await self.engine.probe(np.asarray(go.probe, dtype=np.int32))
+        except (RoundError, GenerationError) as error:
+            log.error("round failed", round=go.round, version=go.version, error=str(error))
+            await self._answer(go.round, Reply("failed", error=str(error)))
+            await self._left_out(f"round {go.round} failed")
+            return
+        self._prefix = go.prefix
+        failpoint("generator_before_done")
+        await self._answer(go.round, Reply("done", probe=[float(x) for x in probe]))
+
+    async def _left_out(self, why: str) -> None:
+        self.serving = ""
+        await self.worker.give_back(why)
+
+    async def _answer(self, round_id: str, reply: Reply) -> None:
+        await self.broker.answer(round_id, self.name, reply)

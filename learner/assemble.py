@@ -1,0 +1,61 @@
+"""From chosen groups to trajectories: who fetches what, and the advantages.
+
+A pure function of the batch decides which rank trains which group, so that a replay of the batch
+file, also on another number of ranks, sees the same mini-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from common.batch_files import StoredGroup
+from common.config import Config
+from common.messages import Prompt, Sample, Verdict, decode
+from learner.advantage import group_advantages
+from learner.batch import Trajectory, mini_batches, share
+
+
+class Item(NamedTuple):
+    """A group as the plan sees it. `tokens` is what balances the ranks."""
+
+    ordinal: int
+    attempt: int
+    tokens: int
+
+
+def response_tokens(verdict: Verdict) -> int:
+    return sum(sample.length for sample in verdict.samples)
+
+
+def split(
+    items: Sequence[Item], config: Config, version: int, world: int
+) -> list[list[list[Item]]]:
+    """The groups of each mini-batch by rank: `[update][rank]`. `version` is the one trained on."""
+    ordered = sorted(items)
+    minis = mini_batches(ordered, config.algorithm.updates_per_batch, config.run.seed, version)
+    return [
+        [share(mini, world, rank, lambda item: item.tokens) for rank in range(world)]
+        for mini in minis
+    ]
+
+
+def trajectories(group: StoredGroup, config: Config) -> list[Trajectory]:
+    """The responses of a group with their advantages, ready to train on."""
+    algorithm = config.algorithm
+    prompt, verdict = decode(Prompt, group.prompt), decode(Verdict, group.verdict)
+    samples = [decode(Sample, payload) for payload in group.samples]
+    rewards = [judged.reward for judged in verdict.samples]
+    advantages = group_advantages(rewards, algorithm.advantage_ddof, algorithm.advantage_epsilon)
+    return [
+        Trajectory(
+            group=group.ordinal,
+            sample=index,
+            prompt_ids=prompt.token_ids,
+            response_ids=sample.token_ids,
+            logprobs=sample.logprobs,
+            advantage=float(advantages[index]),
+            spans=sample.spans,
+        )
+        for index, sample in enumerate(samples)
+    ]

@@ -233,6 +233,8 @@ class EvalSection(Section):
 class RedisSection(Section):
     url: str | None = None
     """redis:// or rediss:// address; none: `dapo run` starts an embedded server."""
+    port: int | None = Field(None, ge=1, le=65535)
+    """Port of the embedded server; a free one by default."""
     password_file: Path | None = None
     """File with the password; the variable DAPO_REDIS_PASSWORD goes before it."""
     lease_s: float = Field(10.0, gt=0)
@@ -315,6 +317,8 @@ def _ineffective(config: Config) -> list[tuple[str, str, str]]:
         rows += [("eval", key, "without data.heldout") for key in EvalSection.model_fields]
     if config.redis.url is None:
         rows.append(("redis", "password_file", "without redis.url"))
+    else:
+        rows.append(("redis", "port", "with redis.url: write the port into the address"))
     return rows
 
 

@@ -53,6 +53,11 @@ class History:
         self.batches.append(row)
         self.phases.append(split_seconds(row, row["time"] - since))
 
+    @property
+    def seconds(self) -> float:
+        """From the first row to the last."""
+        return 0.0 if self.first is None or self.last is None else self.last - self.first
+
     def evaluation(self, label: str) -> Row | None:
         """The evaluation of that label, if it was made."""
         return next((row for row in self.evals if row["label"] == label), None)

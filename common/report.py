@@ -57,7 +57,7 @@ def _summary(run_dir: Path, history: History) -> dict[str, Any]:
         "complete": balance.complete,
         "batches": batches[-1]["step"] if batches else 0,
         "batches_planned": settings.get("run", {}).get("batches"),
-        "seconds": round(history.last - history.first, 3) if history.last else 0.0,
+        "seconds": round(history.seconds, 3),
         "accuracy_before": number(before, "accuracy"),
         "accuracy_before_error": number(before, "standard_error"),
         "accuracy_after": number(after, "accuracy"),
@@ -174,15 +174,13 @@ def as_text(figures: dict[str, Any]) -> str:
     state = "complete" if figures["complete"] else "not complete"
     head = f"Run {figures['run']}: {figures['batches']}{of} batches in {_span(figures['seconds'])}"
     lines = [f"{head}, {state}"]
-    if not figures["batches"]:
-        lines.append("No batch has been trained yet, so there is little to report.")
-    for title, rows in (
-        ("Result", _result_rows(figures)),
-        ("Learning", _learning_rows(figures)),
-        ("Groups", _group_rows(figures)),
-        ("Policy versions", _version_rows(figures)),
-        ("Time", _time_rows(figures)),
-    ):
+    sections = [("Result", _result_rows(figures)), ("Groups", _group_rows(figures))]
+    if figures["batches"]:
+        sections.insert(1, ("Learning", _learning_rows(figures)))
+        sections += [("Policy versions", _version_rows(figures)), ("Time", _time_rows(figures))]
+    else:
+        lines.append("No batch has been trained yet: there is nothing to say about learning.")
+    for title, rows in sections:
         lines += ["", title, *(f"  {name:<34}{value}" for name, value in rows)]
     return "\n".join(lines) + "\n"
 
@@ -259,6 +257,8 @@ def _show(value: float | None) -> str:
         return "0"
     if abs(value) < 1e-3:
         return f"{value:.1e}"
+    if abs(value) < 0.1:
+        return f"{value:.3g}"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
 
 

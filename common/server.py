@@ -35,7 +35,9 @@ class EmbeddedServer:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         if port is not None and _in_use(port):
-            raise BrokerError(f"port {port} is in use; stop what listens there or choose another")
+            raise BrokerError(
+                f"port {port} is in use; stop what listens there, or choose another redis.port"
+            )
         for _ in range(5):
             chosen = port or free_port()
             if self._launch(chosen):

@@ -67,7 +67,7 @@ class Supervisor:
             signal.signal(sig, self._on_signal)
         if self.config.redis.url is None and URL_VARIABLE not in os.environ:
             self.server = EmbeddedServer(self.config.run_dir / "server")
-            self.url = self.server.start()
+            self.url = self.server.start(self.config.redis.port)
         else:
             from common.startup import redis_url
 

@@ -18,7 +18,7 @@ class Background:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="streams", daemon=True)
         self._thread.start()
-        self._task: Future[None] | None = None
+        self._task: asyncio.Task[None] | None = None
 
     def call(self, work: Coroutine[Any, Any, Result], timeout_s: float = 300.0) -> Result:
         """Run a coroutine in the loop and wait for it. Its error is raised here."""
@@ -29,14 +29,25 @@ class Background:
 
     def keep(self, work: Coroutine[Any, Any, None]) -> None:
         """Start the work that goes on for ever; `check` raises what ended it."""
-        self._task = self.submit(work)
+
+        async def start() -> None:
+            self._task = asyncio.create_task(work)
+
+        self.call(start())
 
     def check(self) -> None:
         if self._task is not None and self._task.done():
             self._task.result()
 
-    def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+    def stop(self, last: Coroutine[Any, Any, None]) -> None:
+        """End the work that goes on, run `last`, and end the loop."""
+
+        async def end() -> None:
+            if self._task is not None:
+                self._task.cancel()
+                await asyncio.gather(self._task, return_exceptions=True)
+            await last
+
+        self.call(end(), timeout_s=10.0)
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(5.0)

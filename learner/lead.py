@@ -297,7 +297,7 @@ class Lead:
         if self._complete:
             self.background.call(self.broker.end("complete"))
             log.info("the run is complete", **self.dispatcher.fate_counts())
-        self.background.stop()
+        self.background.stop(self.broker.close())
         self.ledger.close()
         self.metrics.close()
 

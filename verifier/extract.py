@@ -63,7 +63,10 @@ _BLOCK_LINES = 40
 # A claim that says nothing in so many characters says nothing.
 _CONTENT_WINDOW = 2000
 
-_BOX_TOKEN = re.compile(r"\\(?:boxed|fbox)\s{0,4}\{|\\.|[{}]", re.DOTALL)
+# Boxes that are looked at: those before the last with content can only be its alternatives.
+_MAX_BOXES = 20
+_BOX_START = re.compile(r"\\(?:boxed|fbox)\s{0,4}\{")
+_BOX_TOKEN = re.compile(rf"({_BOX_START.pattern})|(\{{)|(\}})|\\.", re.DOTALL)
 # What between two boxes makes them alternatives of one claim: "or", "and", a comma, "y =".
 _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;/&|~()\[\]\\]|\bor\b|\band\b|\bthen\b|\beither\b|\bmaybe\b|\bpossibly\b|\bperhaps\b"
@@ -115,6 +118,8 @@ def locate(response: str, *, boxed: bool = True, truncated: bool = False) -> Cla
 def has_content(text: str) -> bool:
     """Whether a claimed text says something: not only markup, a template, or a remark."""
     text = text.strip()[:_CONTENT_WINDOW]
+    if not text:
+        return False
     if _VARIABLE.match(text) or (_PLACEHOLDER.match(text) and not _DIGIT.search(text)):
         return False
     if _TEMPLATE.fullmatch(text) or _REMARK.fullmatch(text):
@@ -138,7 +143,8 @@ def _line_claim(text: str, truncated: bool) -> Claim | None:
         end = index
         if last == len(lines) - 1 and not _complete(claimed, truncated):
             continue
-        pieces = tuple(p for p in _INNER_CLAIM.split(claimed) if has_content(p))
+        texts = _INNER_CLAIM.split(claimed) if _HINT.search(claimed) else [claimed]
+        pieces = tuple(piece for piece in texts if has_content(piece))
         if pieces:
             return Claim(pieces, "line")
     return None
@@ -215,7 +221,7 @@ def _complete(claimed: str, truncated: bool) -> bool:
 
 
 def _box_claim(text: str) -> Claim | None:
-    boxes = _balanced_boxes(text)
+    boxes = _balanced_boxes(text)[-_MAX_BOXES:]
     while boxes and not has_content(text[boxes[-1][1] : boxes[-1][2]]):
         boxes.pop()
     if not boxes:
@@ -250,16 +256,21 @@ def _alternatives(gap: str) -> bool:
 
 def _balanced_boxes(text: str) -> list[tuple[int, int, int]]:
     """The outermost balanced boxes as (start of command, start and end of content), in order."""
-    stack: list[tuple[bool, int, int]] = []
+    first = _BOX_START.search(text)
+    if not first:
+        return []
+    stack: list[re.Match[str] | None] = []
     boxes: list[tuple[int, int, int]] = []
-    for match in _BOX_TOKEN.finditer(text):
-        token = match[0]
-        if token[-1] == "{" and token != "\\{":
-            stack.append((len(token) > 1, match.start(), match.end()))
-        elif token == "}" and stack:
-            is_box, opened, start = stack.pop()
-            if is_box:
-                while boxes and boxes[-1][0] > opened:
+    for match in _BOX_TOKEN.finditer(text, first.start()):
+        kind = match.lastindex
+        if kind == 1:
+            stack.append(match)
+        elif kind == 2:
+            stack.append(None)
+        elif kind == 3 and stack:
+            box = stack.pop()
+            if box:
+                while boxes and boxes[-1][0] > box.start():
                     boxes.pop()
-                boxes.append((opened, start, match.start()))
+                boxes.append((box.start(), box.end(), match.start()))
     return boxes

@@ -48,14 +48,13 @@ _FOLD = _fold_table()
 _DASH_AS_MINUS = re.compile(r"(?<![\w)\]}])[—―](?=[0-9])")
 
 _SPECIAL_TOKEN = re.compile(
-    r"<\|[^|<>\s]{1,60}\|>"
-    r"|</?s>|<(?:pad|eos|bos|unk|mask|sep|cls|eot|(?:end|start|begin)_of_(?:turn|text|sentence))>"
-    r"|\[(?:PAD|EOS|BOS|UNK|MASK|SEP|CLS|/?INST)\]"
-    r"|</?answer>",
+    r"<(?=[|/a-z])(?:\|[^|<>\s]{1,60}\||/?s|/?answer|pad|eos|bos|unk|mask|sep|cls|eot"
+    r"|(?:end|start|begin)_of_(?:turn|text|sentence))>"
+    r"|\[(?:PAD|EOS|BOS|UNK|MASK|SEP|CLS|/?INST)\]",
     re.IGNORECASE,
 )
 # HTML that only dresses the text, as Markdown does; <sup> and <sub> would change a value.
-_DRESS_TAG = re.compile(r"</?(?:b|strong|i|em|u|p|br|code|center|mark|div|span)\s{0,2}/?>", re.I)
+_DRESS_TAG = re.compile(r"<(?=[/a-z])/?(?:b|strong|i|em|u|p|br|code|center|mark|div|span)\s{0,2}/?>", re.I)
 _THOUGHT = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 
 

@@ -94,7 +94,7 @@ def make_tree(model_dir: Path) -> dict[str, Any]:
         "model": {"path": str(model_dir), "dtype": "float32", "max_length": CONTEXT},
         "data": {"train": ["unused.jsonl"]},
         "sampling": {"max_tokens": 400},
-        "generator": {"kv_cache_gib": 0.25, "max_samples": 32, "enforce_eager": False},
+        "generator": {"kv_cache_gib": 0.25, "max_samples": 32, "enforce_eager": True},
     }
 
 

@@ -30,11 +30,12 @@ from redis.exceptions import (
     AuthenticationError,
     ConnectionError,
     NoPermissionError,
+    OutOfMemoryError,
     ResponseError,
     TimeoutError,
 )
 
-from common.errors import BrokerError, FencedError
+from common.errors import BrokerError, FencedError, MessageError
 from common.log import get_logger
 from common.rounds import Message, Reply, dumps, loads
 
@@ -43,6 +44,7 @@ STREAMS = (PROMPTS, ROLLOUTS, VERDICTS)
 SCRIPTS = (
     *("dispatch", "publish", "settle"),  # the learner's, fenced
     *("claim", "put_sample", "advance", "reclaim", "release", "bury"),
+    *("say", "answer"),
 )
 SOCKET_TIMEOUT_S = 5.0
 """Above every block of a read, so that an idle stream is no error."""
@@ -139,22 +141,32 @@ class Broker:
                     raise FencedError(
                         f"another learner has taken over run {self.run}; this one stops"
                     ) from None
-                if "NOGROUP" in str(error):
-                    await self.ensure_streams()
+                if "NOGROUP" in str(error) or "no such key" in str(error):
+                    self.disconnects += 1  # the streams are gone: this server was emptied
+                    await self._recreate_streams()
+                elif isinstance(error, OutOfMemoryError):
+                    self._wait_for_server(what, since, "its memory is full; raise maxmemory", error)
                 elif "LOADING" not in str(error):
                     raise
             except _LOST as error:
                 self.disconnects += 1
-                waited = time.monotonic() - since
-                if waited > PATIENCE_S:
-                    raise BrokerError(
-                        f"the server has been away for {waited:.0f} s while {what}: {error}"
-                    ) from None
-                log.warning(
-                    "waiting for the server", what=what, since_s=round(waited, 1), error=str(error)
-                )
+                self._wait_for_server(what, since, "it does not answer", error)
             await asyncio.sleep(delay)
             delay = min(delay * 2, 2.0)
+
+    def _wait_for_server(self, what: str, since: float, why: str, error: Exception) -> None:
+        """Say what is waited for; an error once patience is at its end."""
+        waited = time.monotonic() - since
+        if waited > PATIENCE_S:
+            raise BrokerError(
+                f"waited {waited:.0f} s for the server ({what}): {why} ({error})"
+            ) from None
+        log.warning("waiting for the server", what=what, why=why, since_s=round(waited, 1),
+                    error=str(error))  # fmt: skip
+
+    async def _recreate_streams(self) -> None:
+        with contextlib.suppress(*_LOST):  # the call that is repeated will find it out
+            await self.ensure_streams()
 
     async def script(self, name: str, keys: list[str], args: list[Any]) -> Any:
         """Run one of the scripts, again after a lost connection."""
@@ -273,18 +285,24 @@ class Broker:
     async def publish(self, fence: int, version: str) -> list[str]:
         """Learner: make a version the published one; returns the groups that nobody has claimed.
 
-        An empty version changes nothing and returns the groups.
+        An empty version withdraws what is published, so that nobody claims until the next one.
         """
         keys = [self.key("fence"), self.key("published"), self.key(PROMPTS)]
         waiting = await self.script("publish", keys, [fence, version])
         return [gid.decode() for gid in waiting]
 
+    async def published(self) -> str | None:
+        """The published version as the server knows it; None if there is none."""
+        version = await self.persist(
+            lambda: self.client.get(self.key("published")), "asking for the published version"
+        )
+        return version.decode() if version else None
+
     # --- weight rounds --------------------------------------------------------------------------
 
     async def say(self, message: Message) -> None:
         """Learner: speak on the control stream. Saying a thing twice is harmless."""
-        key = self.key("control")
-        await self.persist(lambda: self.client.xadd(key, {"r": dumps(message)}, maxlen=64), "say")
+        await self.script("say", [self.key("control")], [dumps(message)])
 
     async def hear(self, after: str, block_ms: int) -> tuple[str, list[Message]]:
         """Member: what was said after the entry `after`; returns the new place in the stream.
@@ -305,21 +323,12 @@ class Broker:
         return heard
 
     async def answer(self, round_id: str, member: str, reply: Reply) -> None:
-        key = self.key("round", round_id)
-
-        async def write() -> None:
-            pipe = self.client.pipeline(transaction=True)
-            pipe.hset(key, member, dumps(reply))
-            pipe.expire(key, 600)
-            await pipe.execute()
-
-        await self.persist(write, "answering a round")
+        await self.script("answer", [self.key("round", round_id)], [member, dumps(reply)])
 
     async def answers(self, round_id: str) -> dict[str, Reply]:
         key = self.key("round", round_id)
         raw = await self.persist(lambda: self.client.hgetall(key), "reading answers")
-        replies = {name.decode(): loads(data) for name, data in raw.items()}
-        return {name: reply for name, reply in replies.items() if isinstance(reply, Reply)}
+        return {name.decode(): _reply(data) for name, data in raw.items()}
 
     # --- status and the end ---------------------------------------------------------------------
 
@@ -424,6 +433,15 @@ def _field(fields: Any) -> bytes:
     )
     value = pairs.get(b"r", b"")
     return value if isinstance(value, bytes) else b""
+
+
+def _reply(data: bytes) -> Reply:
+    """A member's answer; one that cannot be read is that member's failure and nobody else's."""
+    try:
+        reply = loads(data)
+    except MessageError as error:
+        return Reply("failed", error=str(error))
+    return reply if isinstance(reply, Reply) else Reply("failed", error=f"it said {reply.OP!r}")
 
 
 def _escape(text: str) -> str:

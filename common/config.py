@@ -12,7 +12,7 @@ import hashlib
 import json
 import tomllib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -22,7 +22,21 @@ from common.errors import ConfigError
 class Section(BaseModel):
     """A section of the TOML file; keys that it does not know are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_none(cls, values: Any) -> Any:
+        """TOML has no null: the text `none` stands for it in a key that may be left out."""
+        if not isinstance(values, dict):
+            return values
+        return {key: None if _is_none(cls, key, value) else value for key, value in values.items()}
+
+
+def _is_none(section: type[Section], key: str, value: Any) -> bool:
+    field = section.model_fields.get(key)
+    optional = field is not None and type(None) in get_args(field.annotation)
+    return optional and isinstance(value, str) and value.lower() == "none"
 
 
 class RunSection(Section):
@@ -279,6 +293,11 @@ class Config(Section):
         return self.model.max_length - self.sampling.max_tokens
 
     @property
+    def max_message_bytes(self) -> int:
+        """Largest record that is read from the server."""
+        return int(self.redis.max_message_mib * 2**20)
+
+    @property
     def probe_tolerance(self) -> float:
         default = 1e-3 if self.model.dtype == "float32" else 0.05
         return self.publish.probe_tolerance or default
@@ -361,9 +380,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _literal(text: str) -> Any:
-    """A TOML value, or `none`, or the text itself when it is neither."""
-    if text.lower() == "none":
-        return None
+    """A TOML value, or the text itself where it is none."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
@@ -375,6 +392,8 @@ def _explain(item: Any) -> str:
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
         return f"unknown key {key}{_suggest(path)}"
+    if item["type"] == "missing" and len(path) == 1:
+        return f"section [{key}] is missing; add it to the recipe"
     if item["type"] == "missing":
         return f"{key} is missing; set it in the recipe or with --set {key}=…"
     if item["type"] == "value_error" and not path:
@@ -402,12 +421,14 @@ def dump_toml(config: Config) -> str:
     for name, section in config.model_dump(mode="json").items():
         if section is None:
             continue
+        fields = type(getattr(config, name)).model_fields
         lines.append(f"[{name}]")
         for key, value in section.items():
-            if value is None or (name, key) in silent:
+            if (name, key) in silent or value is None and fields[key].default is None:
                 lines.append(f"# {key} is not in use")
             else:
-                lines.append(f"{key} = {json.dumps(value)}")
+                text = json.dumps("none" if value is None else value, ensure_ascii=False)
+                lines.append(f"{key} = {text}")
         lines.append("")
     return "\n".join(lines)
 

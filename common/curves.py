@@ -40,7 +40,15 @@ def accuracy_figure(history: History, run: str) -> Figure:
     if batches:
         steps, raw = _steps(batches), np.asarray(column(batches, "accuracy_raw"))
         width = _width(len(batches))
-        axes.plot(steps, raw, ".", color=BEFORE, alpha=0.3, markersize=5, label="training batch")
+        axes.plot(
+            steps,
+            raw,
+            ".",
+            color=BEFORE,
+            alpha=0.3,
+            markersize=5,
+            label="training batch, before filter",
+        )
         label = f"mean over {width} batches"
         axes.plot(steps, smooth(raw, width), color=BEFORE, linewidth=2, label=label)
     _evaluations(axes, history, size=7)
@@ -131,9 +139,12 @@ def _clip(axes: Axes, history: History) -> None:
 
 def _staleness(axes: Axes, history: History, bound: int | None) -> None:
     if history.batches:
-        worst = column(history.batches, "staleness_max")
-        axes.plot(_steps(history.batches), worst, ".", color=AFTER, markersize=3, label="worst")
         _lines(axes, history, ("staleness_mean", "mean"))
+        worst = column(history.batches, "staleness_max")
+        axes.plot(
+            _steps(history.batches), worst, ".", color=AFTER, markersize=4, clip_on=False,
+            label="worst",
+        )  # fmt: skip
         if bound is not None:
             axes.axhline(bound, color=DARK, linestyle="--", linewidth=1, label=f"bound {bound}")
     _style(axes, "Staleness at the start of a batch", "policy versions")

@@ -63,6 +63,7 @@ class Ledger:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self.fates: dict[int, Line] = {line.ordinal: line for line in read_lines(path)}
+        self._counts: Counter[str] = Counter(line.fate for line in self.fates.values())
         _cut_torn_line(path)
         self._file = path.open("ab")
         fsync_dir(path.parent)
@@ -73,25 +74,27 @@ class Ledger:
         Raises:
             CheckpointError: an ordinal has another fate already. That is a broken invariant.
         """
-        new: list[Line] = []
+        new: dict[int, Line] = {}
         for line in lines:
-            known = self.fates.get(line.ordinal)
-            if known is None:
-                self.fates[line.ordinal] = line
-                new.append(line)
-            elif (known.fate, known.batch) != (line.fate, line.batch):
+            known = self.fates.get(line.ordinal) or new.setdefault(line.ordinal, line)
+            if (known.fate, known.batch) != (line.fate, line.batch):
                 raise CheckpointError(
                     f"group {line.ordinal} is {known.fate} (batch {known.batch}) and cannot become "
                     f"{line.fate} (batch {line.batch}); run `dapo audit` and report this"
                 )
         if new:
-            self._file.write(b"".join(json.dumps(asdict(x)).encode() + b"\n" for x in new))
+            rows = [json.dumps(asdict(line)).encode() + b"\n" for line in new.values()]
+            self._file.write(b"".join(rows))
             self._file.flush()
             os.fsync(self._file.fileno())
-        return new
+        # only now: another thread that reads `fates` must not be told of what is not durable
+        self.fates.update(new)
+        self._counts.update(line.fate for line in new.values())
+        return list(new.values())
 
     def counts(self) -> Counter[str]:
-        return Counter(line.fate for line in self.fates.values())
+        """Groups by fate. Counted as they come: a thread may be recording meanwhile."""
+        return self._counts.copy()
 
     def close(self) -> None:
         self._file.close()

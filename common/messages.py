@@ -8,6 +8,7 @@ the bytes, the reader gets one typed error, `MessageError`, and never an object 
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -207,11 +208,11 @@ def _build(kind: type[Record], values: Any) -> Record:
         raise MessageError(f"expected a {kind.KIND} record, got a {type(values).__name__}")
     if values[0] != SCHEMA:
         raise MessageError(
-            f"record of schema {values[0]!r}, this process speaks {SCHEMA}; "
+            f"record of schema {reprlib.repr(values[0])}, this process speaks {SCHEMA}; "
             "run the same version of every role"
         )
     if values[1] != kind.KIND:
-        raise MessageError(f"expected a {kind.KIND}, got a {values[1]!r}")
+        raise MessageError(f"expected a {kind.KIND}, got a {reprlib.repr(values[1])}")
     if len(values) != len(fields) + 2:
         raise MessageError(f"a {kind.KIND} has {len(fields)} fields, not {len(values) - 2}")
     read = [_read(kind, f.name, str(f.type), v) for f, v in zip(fields, values[2:], strict=True)]
@@ -256,7 +257,7 @@ def _exact(value: Any, type_: Any) -> Any:
 
 def _one_of(value: Any, options: set[str]) -> str:
     if not isinstance(value, str) or value not in options:
-        raise ValueError(f"{value!r} is none of {', '.join(sorted(options))}")
+        raise ValueError(f"{reprlib.repr(value)} is none of {', '.join(sorted(options))}")
     return value
 
 

@@ -18,7 +18,11 @@ class Metrics:
 
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
+        path = run_dir / "metrics.jsonl"
+        torn = path.exists() and not path.read_bytes()[-1:] in (b"", b"\n")
+        self._file = path.open("a", buffering=1)
+        if torn:  # by a crash; the next row gets a line of its own
+            self._file.write("\n")
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Record figures; `kind` is batch, eval, round or status, `step` the policy version."""
@@ -34,6 +38,8 @@ def _plain(value: Any) -> Any:
     """JSON has no NaN: a figure that is not finite becomes null."""
     if isinstance(value, float):
         return round(value, 9) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
     return value
 
 

@@ -115,6 +115,7 @@ def _gaps(history: History) -> dict[str, Any]:
         "logprob_gap_max": max(finite(measured, "gap_max"), default=None),
         "probe_gap_max": max(finite(probed, "probe_gap"), default=None),
         "rounds": len(history.rounds),
+        "rounds_failed": sum(bool(row.get("failed")) for row in history.rounds),
     }
 
 

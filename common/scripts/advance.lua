@@ -1,4 +1,6 @@
+#!lua flags=allow-oom
 -- A worker's result and its acknowledgement in one step: compare-and-set on state and attempt.
+-- It runs on a full server: only what is judged can be trained or lost, and so be freed.
 -- KEYS: group, from, to
 -- ARGV: entry, consumer, attempt, state expected, state next, record
 -- Returns 1: done; 0: the group is elsewhere by now, the entry is gone; -1: not this consumer's entry.

@@ -1,0 +1,37 @@
+"""Sums that add up over micro-batches and ranks, and the means made of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from learner.tally import Tally
+
+
+def tally(tokens: float, gap: float, largest: float) -> Tally:
+    result = Tally(2, torch.device("cpu"))
+    sums = {"tokens": tokens, "entropy": 2 * tokens, "importance": tokens}
+    sums["importance_squared"] = 2 * tokens
+    table = torch.tensor([[gap, 0.0, tokens / 2], [0.0, 0.0, 0.0]], dtype=torch.float64)
+    named = {name: torch.tensor(value) for name, value in sums.items()}
+    result.count(named, table, torch.tensor(largest))
+    return result
+
+
+def test_joined_tallies_have_the_means_of_all_tokens_together() -> None:
+    total = tally(10, gap=1.0, largest=0.3)
+    total.add(tally(30, gap=3.0, largest=0.2))
+    means = total.means()
+    assert means["tokens_trained"] == 40
+    assert means["entropy"] == 2
+    assert means["importance_ess"] == pytest.approx(0.5)
+    gaps, by_age = total.gaps()
+    assert gaps["gap_mean"] == pytest.approx(4 / 20)
+    assert gaps["gap_max"] == pytest.approx(0.3)
+    assert by_age == {0: pytest.approx(0.2)}
+
+
+def test_nothing_trained_gives_zeros_and_no_nan() -> None:
+    empty = Tally(1, torch.device("cpu"))
+    assert all(value == 0 for value in empty.means().values())
+    assert empty.gaps() == ({"gap_mean": 0, "gap_max": 0, "gap_k3": 0, "gap_tokens": 0}, {})

@@ -1,8 +1,8 @@
 """Sums of several one-digit numbers with written steps: the task of the small demo.
 
 A problem is a row of digits, `3+8+5=?`; a solution adds them from left to right, one step a line
-(`3+8=11`, `+5=16`), and ends with `Answer: 16`. Everything here is a pure function of its arguments and of a seeded
-random generator.
+(`3+8=11`, `+5=16`), and ends with `Answer: 16`. Everything here is a pure function of its arguments
+and of a seeded random generator.
 
 Invariants:
 

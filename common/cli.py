@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from common.config import Config, dump_toml, load_config
-from common.errors import DapoError
+from common.errors import ERROR_MARK, DapoError
 
 app = typer.Typer(
     name="dapo",
@@ -133,7 +133,7 @@ def main(*command: str) -> None:
         app([*command, *sys.argv[1:]] if command else None, standalone_mode=True)
     except DapoError as error:
         sys.stdout.flush()
-        print(f"dapo: {error}", file=sys.stderr)
+        print(f"{ERROR_MARK}{error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -56,12 +56,16 @@ def load_rows(
             row_checker = item.get("checker", checker)
             if not isinstance(item.get("prompt"), str) or not item["prompt"]:
                 raise DataError(f"{where} has no `prompt` text; add one or remove the row")
+            if not isinstance(row_checker, str) or not isinstance(item.get("boxed", boxed), bool):
+                raise DataError(f"{where}: `checker` must be a name and `boxed` true or false")
             if gold is None or gold == "":
                 raise DataError(f"{where} has no gold: set `answer`, or remove the row")
             if row_checker in ("math", "math_dapo_compat"):
                 gold = _gold(gold, where)
             text = render(item["prompt"], tokenizer, template)
             ids = tokenizer.encode(text, add_special_tokens=template == "raw")
+            if not ids:
+                raise DataError(f"{where} has a prompt without any token; mend it or remove the row")
             if len(ids) > max_tokens:
                 raise DataError(
                     f"{where} has a prompt of {len(ids)} tokens; model.max_length leaves room for "

@@ -54,7 +54,7 @@ class EmbeddedServer:
         config.touch(mode=0o600)
         config.write_text(
             f"bind 127.0.0.1\nport {port}\nrequirepass {self.password}\nprotected-mode yes\n"
-            f'dir "{self.folder.resolve()}"\nlogfile server.log\nappendonly yes\n"
+            f'dir "{self.folder.resolve()}"\nlogfile server.log\nappendonly yes\n'
             f'appendfsync everysec\nsave ""\nmaxmemory {self.maxmemory_mib}mb\n'
             "maxmemory-policy noeviction\n"
         )

@@ -3,8 +3,8 @@
 Invariants:
 - Each role leads a session of its own; its whole group is killed before it is started again.
 - Every child dies with this process, however this process dies.
-- A role that ends with status 2 has said what a person must mend, and is not started again; one
-  that crashes is, under a budget. When the budget is gone, everything ends and says why.
+- A role that ended with an error that a person must mend is not started again; one that crashed
+  is, under a budget. When the budget is gone, everything ends and says why.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.config import Config
-from common.errors import DapoError
+from common.errors import ERROR_MARK, DapoError
 from common.process import die_with_parent, signal_group, stop_group
 from common.server import EmbeddedServer, free_port
 from common.startup import URL_VARIABLE
@@ -30,7 +30,6 @@ POLL_S = 0.2
 GRACE_S = 12.0
 """For roles to drain after SIGTERM; whoever is left is killed, and all is over within 20 s."""
 BUDGET_WINDOW_S = 3600.0
-USER_ERROR = 2
 
 
 class RoleFailed(DapoError):
@@ -47,6 +46,7 @@ class Role:
     process: subprocess.Popen[bytes] | None = None
     starts: deque[float] = field(default_factory=deque)
     again_at: float = 0.0
+    said_before: int = 0  # where this start's output begins in the role's file
 
 
 class Supervisor:
@@ -130,6 +130,7 @@ class Supervisor:
             "PYTHONUNBUFFERED": "1",
         }
         with (self.logs / f"{role.name}.out").open("ab") as out:
+            role.said_before = out.tell()
             role.process = subprocess.Popen(
                 role.argv,
                 stdin=subprocess.DEVNULL,
@@ -150,11 +151,12 @@ class Supervisor:
         now = time.monotonic()
         if role.again_at == 0.0:
             stop_group(role.process)
-            why = f"{role.name} ended with status {status}: {self._last_words(role)}"
+            words, for_a_person = self._last_words(role)
+            if for_a_person:
+                raise RoleFailed(words)
+            why = f"{role.name} ended with status {status}: {words}"
             while role.starts and now - role.starts[0] > BUDGET_WINDOW_S:
                 role.starts.popleft()
-            if status == USER_ERROR:
-                raise RoleFailed(self._last_words(role))
             if len(role.starts) > self.config.run.restarts:
                 raise RoleFailed(
                     f"{why}; it was started {len(role.starts)} times within an hour "
@@ -167,13 +169,19 @@ class Supervisor:
             role.again_at = 0.0
             self._spawn(role)
 
-    def _last_words(self, role: Role) -> str:
-        """The last line of a role's output."""
-        path = self.logs / f"{role.name}.out"
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 4096))
+    def _last_words(self, role: Role) -> tuple[str, bool]:
+        """What a role said at its end, and whether that is for a person to mend.
+
+        torchrun hides the status of its ranks, so the message itself is looked for.
+        """
+        with (self.logs / f"{role.name}.out").open("rb") as file:
+            file.seek(role.said_before)
             lines = file.read().decode(errors="replace").strip().splitlines()
-        return lines[-1].removeprefix("dapo: ") if lines else "it said nothing"
+        for line in reversed(lines):
+            if line.startswith(ERROR_MARK):
+                return line.removeprefix(ERROR_MARK), True
+        told = [line for line in lines if line.strip("=- ")]
+        return (told[-1] if told else "it said nothing"), False
 
 
 def _roles(config: Config) -> list[Role]:

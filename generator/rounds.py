@@ -28,12 +28,14 @@ class RoundMember:
 
     `serving` is the published version that the engine holds, empty while it holds none. Samples
     are handed over only while `verified` is set: between an update and its `publish` message the
-    learner has not yet compared the probe.
+    learner has not yet compared the probe. `excluded` is set from being left out of a round to the
+    publication of one that came through: a claim that arrives late is given back too.
     """
 
     def __init__(self, worker: GeneratorWorker, broker: Broker, engine: Engine, name: str) -> None:
         self.worker, self.broker, self.engine, self.name = worker, broker, engine, name
         self.serving = ""
+        self.excluded = False
         self.verified = asyncio.Event()
         self.paused_s = 0.0
         self._place = "$"
@@ -80,7 +82,7 @@ class RoundMember:
                 await self._left_out(f"left out of round {message.round}")
         elif isinstance(message, Publish) and message.round == self._round:
             if self.name in message.members:
-                self.serving = message.version
+                self.serving, self.excluded = message.version, False
                 self.verified.set()
             elif self.serving != message.version:
                 await self._left_out(f"not published in round {message.round}")
@@ -119,7 +121,7 @@ class RoundMember:
         await self._answer(go.round, Reply("done", probe=[float(x) for x in probe]))
 
     async def _left_out(self, why: str) -> None:
-        self.serving = ""
+        self.serving, self.excluded = "", True
         await self.worker.give_back(why)
 
     async def _answer(self, round_id: str, reply: Reply) -> None:

@@ -74,9 +74,7 @@ class GeneratorWorker:
                 for entry in await self._claim():
                     self._accept(entry)
                 await self._pause()
-            for task in side:
-                task.cancel()
-            await self._finish()
+            await self._finish(side)
         if self._failure:
             raise self._failure
 
@@ -103,11 +101,15 @@ class GeneratorWorker:
 
     def _accept(self, entry: Entry) -> None:
         try:
-            prompt = decode(Prompt, entry.data)
+            prompt = decode(Prompt, entry.data, self.config.max_message_bytes)
         except MessageError as error:
             self._spawn(self.broker.bury(PROMPTS, entry, str(error)))
             return
         failpoint("generator_claimed")
+        if self.rounds.excluded or self.engine.version < prompt.least:
+            # left out while the claim was under way, or taken over from who held newer weights
+            self._spawn(self.broker.release(PROMPTS, entry.id, self.name))
+            return
         claim = self.claims[entry.id] = Claim(entry, prompt, prompt.samples)
         self._spawn(self._generate(claim))
 
@@ -186,15 +188,21 @@ class GeneratorWorker:
         self.draining = True
         self._stop.set()
 
-    async def _finish(self) -> None:
-        """Let running groups end for `drain_s`, then give them back."""
+    async def _finish(self, side: list[asyncio.Task[None]]) -> None:
+        """Let running groups end for `drain_s`, then give them back.
+
+        The side tasks go on meanwhile: a round would wait for a member that does not answer.
+        """
         deadline = time.monotonic() + self.config.generator.drain_s
-        while self.draining and self.claims and time.monotonic() < deadline:
+        while self.draining and self.claims and not self._failure and time.monotonic() < deadline:
             await asyncio.sleep(IDLE_S)
         if not self._failure:
             await self.give_back("this generator ends")
-        while self._tasks and time.monotonic() < deadline + 5:
+        while self._tasks - set(side) and time.monotonic() < deadline + 5:
             await asyncio.sleep(IDLE_S)
+        for task in side:
+            task.cancel()
+        await asyncio.gather(*side, return_exceptions=True)
 
     async def _pause(self) -> None:
         with contextlib.suppress(asyncio.TimeoutError):

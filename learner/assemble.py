@@ -43,8 +43,10 @@ def split(
 def trajectories(group: StoredGroup, config: Config) -> list[Trajectory]:
     """The responses of a group with their advantages, ready to train on."""
     algorithm = config.algorithm
-    prompt, verdict = decode(Prompt, group.prompt), decode(Verdict, group.verdict)
-    samples = [decode(Sample, payload) for payload in group.samples]
+    limit = config.max_message_bytes
+    prompt = decode(Prompt, group.prompt, limit)
+    verdict = decode(Verdict, group.verdict, limit)
+    samples = [decode(Sample, payload, limit) for payload in group.samples]
     rewards = [judged.reward for judged in verdict.samples]
     advantages = group_advantages(rewards, algorithm.advantage_ddof, algorithm.advantage_epsilon)
     return [

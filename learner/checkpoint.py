@@ -61,6 +61,11 @@ class Checkpoints:
         for old in self.versions()[: -self.keep_last]:
             shutil.rmtree(self.path(old))
 
+    def clean(self) -> None:
+        """Remove what a crash left half written."""
+        for folder in self.root.glob("*.tmp"):
+            shutil.rmtree(folder)
+
     def versions(self) -> list[int]:
         return sorted(int(p.name) for p in self.root.iterdir() if p.name.isdigit())
 

@@ -48,13 +48,26 @@ class Chosen:
     verdict: Verdict
 
 
+@dataclass(frozen=True, slots=True)
+class OnServer:
+    """A group as the server knows it. `least` is the number of the least version on its prompt."""
+
+    state: str
+    attempt: int
+    least: int
+
+
 @dataclass
 class OpenGroup:
-    """What the dispatcher knows of an open group besides admission."""
+    """What the dispatcher knows of an open group besides admission.
+
+    `tokens` are the counts last reported, by generator: a figure that a dead one has left behind
+    is no sign of life.
+    """
 
     attempt: int
     since: float
-    tokens: int = -1
+    tokens: dict[str, int] = field(default_factory=dict)
     verdict: Verdict | None = None
     entry: str = ""
 
@@ -125,7 +138,10 @@ class Dispatcher:
         self._holes: deque[int] = deque()
         self._pool: deque[tuple[int, int]] = deque()
         self._chosen: set[int] = set()  # of the batch that is being written just now
+        self._closing: set[int] = set()  # their fate is on its way to the disk and the server
+        self._asked: dict[int, OpenGroup] = {}  # problems of the evaluation without a verdict
         self._disk = asyncio.Lock()
+        self._sending = asyncio.Lock()
 
     # --- start ----------------------------------------------------------------------------------
 
@@ -135,18 +151,19 @@ class Dispatcher:
         `in_files` are the (ordinal, attempt) of batch files; `version` their newest batch.
         """
         self.trained = {ordinal for ordinal, _ in in_files}
-        verdicts = [line.fate == "trained" for line in self.ledger.fates.values()]
-        known = await self._known()
+        # The fence first: from here on no other learner changes anything, and nobody claims until
+        # this one has published, so that what is unclaimed now stays so.
         unclaimed = set(await self.broker.publish(self.timeline.incarnation, ""))
         groups = []
-        for gid, (attempt, least) in known.items():
+        for gid, known in (await self._known()).items():
             ordinal = int(gid) if not gid.startswith("e") else -1
             if ordinal < 0 or self._has_fate(ordinal):
                 await self._settle_id(gid)
                 continue
-            self.open[ordinal] = OpenGroup(attempt, time.monotonic())
-            groups.append(Group(ordinal, least, started=gid not in unclaimed))
-        self.admission.restore(version, version, groups, verdicts[-512:])
+            self.open[ordinal] = OpenGroup(known.attempt, time.monotonic())
+            oldest = min(known.least, version)
+            groups.append(Group(ordinal, oldest, started=gid not in unclaimed))
+        self.admission.restore(version, version, groups, self._past_verdicts())
         seen = [base_ordinal(o) for o in [*self.ledger.fates, *self.trained, *self.open]]
         self._next = max(seen, default=-1) + 1
         self._holes.extend(
@@ -157,21 +174,27 @@ class Dispatcher:
         log.info("dispatcher ready", version=version, open=len(self.open), holes=len(self._holes),
                  next_ordinal=self._next)  # fmt: skip
 
-    async def _known(self) -> dict[str, tuple[int, int]]:
-        """Groups on the server: id to (attempt, least version number)."""
+    def _past_verdicts(self) -> list[bool]:
+        """Whether the groups judged so far passed the filter, by their place in the sequence."""
+        passed = dict.fromkeys(self.trained, True)
+        for line in self.ledger.fates.values():
+            if line.fate in ("trained", "filtered"):
+                passed[line.ordinal] = line.fate == "trained"
+        return [passed[ordinal] for ordinal in sorted(passed, key=base_ordinal)]
+
+    async def _known(self) -> dict[str, OnServer]:
+        """Groups on the server, by id."""
         client, key = self.broker.client, self.broker.key
 
-        async def read() -> dict[str, tuple[int, int]]:
-            found = {}
+        async def read() -> dict[str, OnServer]:
             gids: Any = await client.smembers(key("open"))
+            pipe = client.pipeline(transaction=False)
             for gid in gids:
-                fields: Any = await client.hmget(key("group", gid.decode()), "attempt", "least")
-                attempt, least = fields
-                if attempt is not None:
-                    found[gid.decode()] = (int(attempt), Version.parse(least.decode()).number)
-            return found
+                pipe.hmget(key("group", gid.decode()), "state", "attempt", "least")
+            found = zip(gids, await pipe.execute() if gids else [], strict=True)
+            return {gid.decode(): _on_server(*fields) for gid, fields in found if fields[0]}
 
-        result: dict[str, tuple[int, int]] = await self.broker.persist(read, "reading open groups")
+        result: dict[str, OnServer] = await self.broker.persist(read, "reading open groups")
         return result
 
     def _has_fate(self, ordinal: int) -> bool:
@@ -195,7 +218,8 @@ class Dispatcher:
         while True:
             if self.may_dispatch:
                 await self._lose()
-                await self._dispatch()
+                async with self._sending:
+                    await self._dispatch()
             if self.evaluation:
                 await self._dispatch_evaluation(self.evaluation)
             await asyncio.sleep(PUMP_S)
@@ -217,6 +241,8 @@ class Dispatcher:
         self.unclaimed = await self._count_unclaimed()
         limit = UNCLAIMED_PER_GENERATOR * max(1, self.generators)
         for _ in range(self.admission.can_dispatch(self.unclaimed, limit)):
+            if not self.may_dispatch:
+                return
             ordinal = self._choose()
             self.admission.dispatch(ordinal)
             self.open[ordinal] = OpenGroup(0, time.monotonic())
@@ -245,25 +271,22 @@ class Dispatcher:
     async def _send(self, ordinal: int) -> None:
         """Put the prompt of an open group on the stream, under its attempt."""
         group = self.open[ordinal]
-        row = self.sequence.row(ordinal)
-        least = Version(self.timeline.incarnation, self.admission.published)
-        sampling = self.config.sampling
-        prompt = self._prompt(str(ordinal), ordinal, group.attempt, row, least)
-        await self._put(prompt(sampling.temperature, 1.0, self.config.algorithm.group_size))
+        index = self.sequence.row(ordinal)
+        await self._put(self._prompt(str(ordinal), ordinal, group.attempt, index, self.rows[index]))
 
-    def _prompt(self, gid: str, ordinal: int, attempt: int, index: int, least: Version) -> Any:
-        row = (self.evaluation.rows if ordinal < 0 and self.evaluation else self.rows)[index]
-        seed = (self.config.run.seed * 1_000_003 + ordinal) % 2**53
-
-        def make(temperature: float, top_p: float, samples: int) -> Prompt:
-            return Prompt(
-                group=gid, ordinal=ordinal, attempt=attempt, evaluation=ordinal < 0, row=index,
-                samples=samples, least=least, token_ids=row.token_ids, seed=seed,
-                temperature=temperature, top_p=top_p, max_tokens=self.config.sampling.max_tokens,
-                gold=row.gold, checker=row.checker, boxed=row.boxed, text=row.text,
-            )  # fmt: skip
-
-        return make
+    def _prompt(self, gid: str, ordinal: int, attempt: int, index: int, row: Row) -> Prompt:
+        """The record of a prompt; negative ordinals are problems of an evaluation."""
+        evaluation, settings, sampling = ordinal < 0, self.config.eval, self.config.sampling
+        return Prompt(
+            group=gid, ordinal=ordinal, attempt=attempt, evaluation=evaluation, row=index,
+            samples=settings.samples if evaluation else self.config.algorithm.group_size,
+            least=Version(self.timeline.incarnation, self.admission.published),
+            token_ids=row.token_ids, seed=(self.config.run.seed * 1_000_003 + ordinal) % 2**53,
+            temperature=settings.temperature if evaluation else sampling.temperature,
+            top_p=settings.top_p if evaluation else sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            gold=row.gold, checker=row.checker, boxed=row.boxed, text=row.text,
+        )  # fmt: skip
 
     async def _put(self, prompt: Prompt) -> None:
         key = self.broker.key
@@ -275,26 +298,25 @@ class Dispatcher:
 
     async def redo(self, ordinals: Collection[int], why: str) -> None:
         """Another attempt for open groups whose payloads or tokens did not come."""
-        fates = []
+        count = self.config.algorithm.group_size
         for ordinal in ordinals:
             group = self.open.get(ordinal)
             if group is None or ordinal in self._chosen:
                 continue
             if group.attempt + 1 >= self.config.admission.attempts:
-                fates.append(Line(ordinal, group.attempt, "failed", why))
+                await self._close([Line(ordinal, group.attempt, "failed", why)])
                 continue
-            log.warning("another attempt", group=ordinal, attempt=group.attempt + 1, why=why)
-            entry = group.entry
-            self.open[ordinal] = OpenGroup(group.attempt + 1, time.monotonic())
-            count = self.config.algorithm.group_size
             kept = any(await self.broker.have_samples(str(ordinal), group.attempt, count))
+            if self.open.get(ordinal) is not group or ordinal in self._chosen:
+                continue  # meanwhile it got a fate, another attempt, or a place in a batch
+            log.warning("another attempt", group=ordinal, attempt=group.attempt + 1, why=why)
+            self.open[ordinal] = OpenGroup(group.attempt + 1, time.monotonic())
             # samples that are kept keep their age
             oldest = self.admission.groups[ordinal].oldest if kept else None
             self.admission.redispatch(ordinal, oldest)
             await self._send(ordinal)
-            if entry:
-                await self._acknowledge(entry)
-        await self._close(fates)
+            if group.entry:
+                await self._acknowledge(group.entry)
 
     # --- verdicts -------------------------------------------------------------------------------
 
@@ -304,18 +326,20 @@ class Dispatcher:
         later: list[Awaitable[None]] = []  # nothing is awaited before the fates are taken
         for entry in entries:
             try:
-                verdict = decode(Verdict, entry.data)
+                verdict = decode(Verdict, entry.data, self.config.max_message_bytes)
             except MessageError as error:
                 later.append(self.broker.bury(VERDICTS, entry, str(error)))
                 continue
             if verdict.evaluation:
                 later.append(self._take_evaluation(entry, verdict))
                 continue
+            if verdict.ordinal in self._closing:
+                continue  # what closes it acknowledges too, once the fate is durable
             group = self.open.get(verdict.ordinal)
             if group is None or group.attempt != verdict.attempt or group.verdict is not None:
                 later.append(self._drop(entry, verdict))
                 continue
-            group.entry = entry.id
+            group.entry, group.verdict = entry.id, verdict
             if verdict.fate == "failed":
                 self.tally.failed += 1
                 later.append(self.redo([verdict.ordinal], verdict.reason))
@@ -323,8 +347,6 @@ class Dispatcher:
             self.tally.add(verdict)
             if line := self._judge(verdict):
                 fates.append(line)
-            else:
-                group.verdict = verdict
         await self._close(fates)
         for action in later:
             await action
@@ -348,6 +370,8 @@ class Dispatcher:
         return None
 
     async def _lose(self) -> None:
+        if self._chosen:
+            return  # a late verdict may push a group of the batch being written behind the slots
         lost = self.admission.lost()
         await self._close([Line(o, self.open[o].attempt, "stale", "no slot") for o in lost])
 
@@ -359,11 +383,13 @@ class Dispatcher:
         groups = [self.open.pop(line.ordinal) for line in lines]
         for line in lines:
             self.admission.close(line.ordinal)
+            self._closing.add(line.ordinal)
         await self._record(lines)
         failpoint("ledger_recorded")
         for line, group in zip(lines, groups, strict=True):
             self._return_prompt(line)
             await self._settle_id(str(line.ordinal), group.entry)
+            self._closing.discard(line.ordinal)
 
     async def _record(self, lines: list[Line]) -> None:
         """Make fates durable without stopping the event loop for the fsync."""
@@ -391,8 +417,10 @@ class Dispatcher:
         key, client = self.broker.key(VERDICTS), self.broker.client
 
         async def acknowledge() -> None:
-            await client.xack(key, "workers", entry)
-            await client.xdel(key, entry)
+            pipe = client.pipeline(transaction=True)
+            pipe.xack(key, "workers", entry)
+            pipe.xdel(key, entry)
+            await pipe.execute()
 
         await self.broker.persist(acknowledge, "acknowledging")
 
@@ -439,9 +467,12 @@ class Dispatcher:
     async def end(self) -> None:
         """The run is complete: what is still open is stale, so that every group has its fate."""
         self.may_dispatch = False
+        async with self._sending:
+            ends = [Line(o, g.attempt, "stale", "run ended") for o, g in self.open.items()]
+            await self._close(ends)
+        # what a crash left without a fate and nobody needed any more
         await self._record([Line(o, 0, "stale", "run ended") for o in self._holes])
         self._holes.clear()
-        await self._close([Line(o, g.attempt, "stale", "run ended") for o, g in self.open.items()])
 
     def waiting_for(self) -> str:
         """In words: why nothing is trained just now."""
@@ -464,7 +495,7 @@ class Dispatcher:
 
     async def evaluate(self, evaluation: Evaluation) -> None:
         """Start an evaluation; it is done when `evaluation.done` says so."""
-        self.evaluation = evaluation
+        self.evaluation, self._asked = evaluation, {}
 
     async def _dispatch_evaluation(self, evaluation: Evaluation) -> None:
         if evaluation.done:
@@ -472,53 +503,89 @@ class Dispatcher:
         unclaimed = await self._count_unclaimed()
         limit = UNCLAIMED_PER_GENERATOR * 4 * max(1, self.generators)
         for index in evaluation.next(limit - unclaimed):
-            await self._send_evaluation(evaluation, index, 0)
+            await self._ask(evaluation, index, 0)
 
-    async def _send_evaluation(self, evaluation: Evaluation, index: int, attempt: int) -> None:
-        least = Version(self.timeline.incarnation, self.admission.published)
+    async def _ask(self, evaluation: Evaluation, index: int, attempt: int) -> None:
+        """Send a problem out, under an attempt."""
+        self._asked[index] = OpenGroup(attempt, time.monotonic())
+        gid, row = evaluation.group(index), evaluation.rows[index]
+        await self._put(self._prompt(gid, -1 - index, attempt, index, row))
+
+    async def _ask_again(self, evaluation: Evaluation, index: int, why: str) -> None:
+        """Another attempt at a problem; at the end of the attempts it counts as failed."""
+        attempt = self._asked[index].attempt + 1
+        if attempt < self.config.admission.attempts:
+            log.warning("another attempt", group=evaluation.group(index), attempt=attempt, why=why)
+            await self._ask(evaluation, index, attempt)
+            return
         gid = evaluation.group(index)
-        prompt = self._prompt(gid, -1 - index, attempt, index, least)
-        settings = self.config.eval
-        await self._put(prompt(settings.temperature, settings.top_p, settings.samples))
+        del self._asked[index]
+        evaluation.add(index, Verdict(gid, -1 - index, attempt - 1, True, "failed", why, [], ""))
+        await self._settle_id(gid)
 
     async def _take_evaluation(self, entry: Entry, verdict: Verdict) -> None:
-        evaluation = self.evaluation
-        index = -1 - verdict.ordinal
-        if evaluation and verdict.group == evaluation.group(index):
-            last = verdict.attempt + 1 >= self.config.admission.attempts
-            if verdict.fate == "failed" and not last:
-                await self._send_evaluation(evaluation, index, verdict.attempt + 1)
-                await self._acknowledge(entry.id)
-                return
+        evaluation, index = self.evaluation, -1 - verdict.ordinal
+        asked = self._asked.get(index)
+        if evaluation is None or verdict.group != evaluation.group(index):
+            await self._settle_id(verdict.group, entry.id)
+        elif asked is None or asked.attempt != verdict.attempt:
+            await self._acknowledge(entry.id)  # a delivery that was repeated
+        elif verdict.fate == "failed":
+            await self._ask_again(evaluation, index, verdict.reason)
+            await self._acknowledge(entry.id)
+        else:
+            del self._asked[index]
             evaluation.add(index, verdict)
-        await self._settle_id(verdict.group, entry.id)
+            await self._settle_id(verdict.group, entry.id)
 
     # --- silence and reconnection ---------------------------------------------------------------
 
     async def _silent(self) -> None:
-        """Groups without a new token for `silence_s`, and not waiting for a generator, start anew.
+        """Groups without a new token for `silence_s` start anew, unless they wait for a worker.
 
         The deadline runs on silence and not on elapsed time: long responses are no fault.
         """
-        now = time.monotonic()
-        for status in (await self.broker.reports()).values():
+        waiting: dict[str, OpenGroup] = {str(o): g for o, g in self.open.items() if not g.verdict}
+        evaluation, problems = self.evaluation, {}
+        if evaluation:
+            problems = {evaluation.group(index): index for index in self._asked}
+            waiting |= {gid: self._asked[index] for gid, index in problems.items()}
+        now, limit = time.monotonic(), self.config.admission.silence_s
+        for member, status in (await self.broker.reports()).items():
             for gid, tokens in status.get("progress", {}).items():
-                group = None if gid.startswith("e") else self.open.get(int(gid))
-                if group is not None and tokens != group.tokens:
-                    group.tokens, group.since = tokens, now
-        limit = self.config.admission.silence_s
-        quiet = [o for o, g in self.open.items() if not g.verdict and now - g.since > limit]
-        if quiet and not await self._count_unclaimed():
-            await self.redo(quiet, f"silent for {limit:g} s")
+                group = waiting.get(gid)
+                if group is not None and group.tokens.get(member) != tokens:
+                    group.tokens[member], group.since = tokens, now
+        quiet = [gid for gid, group in waiting.items() if now - group.since > limit]
+        if not quiet:
+            return
+        known, why = await self._known(), f"silent for {limit:g} s"
+        queued = {
+            "dispatched": await self._count_unclaimed(),
+            "generated": (await self.depths())[ROLLOUTS],
+        }
+        for gid in quiet:
+            if gid in known and queued.get(known[gid].state):
+                continue
+            if gid not in problems:
+                await self.redo([int(gid)], why)
+            elif evaluation and self._asked.get(problems[gid]) is waiting[gid]:
+                await self._ask_again(evaluation, problems[gid], why)
 
     async def _reconcile(self) -> None:
         """After a lost connection: groups that the server forgot go out again."""
-        await self.broker.ensure_streams()
+        mine, evaluation, asked = list(self.open), self.evaluation, list(self._asked)
         known = await self._known()
-        forgotten = [o for o in self.open if str(o) not in known]
+        for gid in known:
+            if not gid.startswith("e") and self._has_fate(int(gid)):
+                await self._settle_id(gid)  # it forgot that it was told to forget
+        forgotten = [ordinal for ordinal in mine if str(ordinal) not in known]
         if forgotten:
             log.warning("the server forgot open groups; they go out again", groups=len(forgotten))
             await self.redo(forgotten, "forgotten by the server")
+        for index in asked:
+            if evaluation and evaluation.group(index) not in known and index in self._asked:
+                await self._ask(evaluation, index, self._asked[index].attempt)
 
     def fate_counts(self) -> dict[Fate | str, int]:
         """Groups by fate so far, those in batch files counted as trained."""
@@ -526,3 +593,7 @@ class Dispatcher:
         counts["trained"] = counts.get("trained", 0) + len(self.trained)
         counts["open"] = len(self.open)
         return counts
+
+
+def _on_server(state: bytes, attempt: bytes, least: bytes) -> OnServer:
+    return OnServer(state.decode(), int(attempt), Version.parse(least.decode()).number)

@@ -1,10 +1,9 @@
 """The training engine: DeepSpeed behind a small interface; with `runtime`, all that knows it.
 
-Invariants:
-- every method is called on every rank, in the same order; a rank with less work runs idle
-  micro-batches, so that collectives pair up;
-- a loss or gradient that is not finite changes no weight, on any rank;
-- one optimizer step per mini-batch, with one denominator: its count of unmasked tokens over all
+- Every method is called on every rank, in the same order; a rank with less work runs idle
+  micro-batches, so that collectives pair up.
+- A loss or gradient that is not finite changes no weight, on any rank.
+- One optimizer step per mini-batch, with one denominator: its count of unmasked tokens over all
   ranks. The result does not depend on ranks, ZeRO stage or micro-batches beyond rounding.
 """
 
@@ -79,8 +78,8 @@ class _Update(NamedTuple):
 class TrainEngine:
     """A policy under DeepSpeed: scores, trains, hands out its weights, saves and loads itself.
 
-    Reads RANK, WORLD_SIZE and LOCAL_RANK (torchrun sets them) or, without them, runs alone.
-    `rank` and `world` are this process among all, `device` is where the model lives.
+    Reads RANK and WORLD_SIZE (torchrun sets them) or, without them, runs alone. `rank` and
+    `world` are this process among all, `device` is where the model lives.
 
     Raises:
         ConfigError: a model that the learner does not support.
@@ -256,8 +255,8 @@ class TrainEngine:
 
     def _step(self, loss: float, where: str) -> float:
         """Step unless loss or gradient norm is not finite; the gradient norm before clipping."""
-        # The loss is a sum over all ranks and DeepSpeed's norm is too, so all ranks agree.
-        cure = "the weights are unchanged: resume from the last checkpoint, with a lower rate"
+        # Loss and norm are sums over all ranks, so all ranks agree.
+        cure = "weights are as before this step; resume from a checkpoint with a lower rate"
         if not math.isfinite(loss):
             raise NumericalError(f"{where}: the loss is {loss}; {cure}")
         self._engine.step()
@@ -356,15 +355,14 @@ class TrainEngine:
                     f"{directory} was saved with {key} = {there}, this learner has {here}; "
                     f"set {key} = {there}, or `dapo export` it and start a new run from there"
                 )
-        loaded, _ = self._engine.load_checkpoint(
-            str(directory), tag=_STATE, load_lr_scheduler_states=False
-        )
-        if loaded is None:
-            raise CheckpointError(f"{directory / _STATE} is incomplete; use an older checkpoint")
+        numbers = directory / f"random_{self.rank}.pt"
+        loaded, _ = self._engine.load_checkpoint(str(directory), tag=_STATE)
+        if loaded is None or not numbers.exists():
+            raise CheckpointError(f"{directory} is incomplete; use an older checkpoint")
         # The optimizer state brings the hyper-parameters of its time; today's recipe decides.
         learner = self._config.learner
         self._set_hyper_parameters(betas=learner.betas, weight_decay=learner.weight_decay)
-        set_random_state(torch.load(directory / f"random_{self.rank}.pt", weights_only=True))
+        set_random_state(torch.load(numbers, weights_only=True))
         dist.barrier()
 
     def _facts(self) -> dict[str, Any]:

@@ -66,15 +66,15 @@ class Lead:
         self._complete = False
         self._idle_since = self._last_progress = time.monotonic()
         self._times: dict[str, float] = {"publish_s": 0.0}
-        self._rounds: list[dict[str, Any]] = []
+        self._look_for_joiners_at = 0.0
 
-    def start(self, version: int) -> None:
-        """Begin an incarnation at `version` and set the streams going."""
+    def start(self, version: int, saved: int) -> None:
+        """Begin an incarnation at `version`, resumed from checkpoint `saved`."""
         self.timeline.begin(version)
         in_files = [group for v in self.files.versions() for group in self.files.groups_of(v)]
         self.background.call(self.dispatcher.start(version, in_files))
         self._evaluated = {str(row["label"]) for row in read_metrics(self.config.run_dir, "eval")}
-        self._saved = version
+        self._saved = saved
         self.background.keep(self._streams())
 
     async def _streams(self) -> None:
@@ -195,15 +195,16 @@ class Lead:
 
     async def _joiners(self) -> set[str]:
         now = time.monotonic()
-        if now < self._times.get("joiners_at", 0.0):
+        if now < self._look_for_joiners_at:
             return set()
-        self._times["joiners_at"] = now + 0.5
+        self._look_for_joiners_at = now + 0.5
         return await self.publisher.joiners()
 
     def _open_round(self, version: int) -> Turn:
         """Call the members together."""
         target = Version(self.timeline.incarnation, version)
-        self._round, self._ready = self.background.call(self.publisher.call(target))
+        patience = 300.0 + self.config.publish.ready_timeout_s
+        self._round, self._ready = self.background.call(self.publisher.call(target), patience)
         plan = {
             "round": self._round, "version": list(target), "members": bool(self._ready),
             "probe": self.probe,
@@ -226,15 +227,14 @@ class Lead:
     def collect(
         self, go: Go, own: npt.NDArray[np.float32], deadline: float
     ) -> tuple[list[str], float]:
-        return self.background.call(self.publisher.collect(go, own, deadline))
+        patience = 300.0 + self.config.publish.round_timeout_s
+        return self.background.call(self.publisher.collect(go, own, deadline), patience)
 
     def published(
         self, round_id: str, version: Version, members: list[str], gap: float, seconds: float
     ) -> None:
         """The round is over: who came through may claim from now on."""
-        unclaimed = self.background.call(self.publisher.publish(round_id, version, members))
-        self.dispatcher.admission.publish(version.number, unclaimed)
-        self.dispatcher.may_dispatch = version.number < self.config.run.batches
+        self.background.call(self._publish(round_id, version, members))
         self._published = version
         self._times["publish_s"] = seconds
         self._idle_since = time.monotonic()
@@ -242,6 +242,12 @@ class Lead:
         self.metrics.log("round", version.number, figures)
         log.info("published", version=str(version), members=members, probe_gap=gap,
                  seconds=round(seconds, 3))  # fmt: skip
+
+    async def _publish(self, round_id: str, version: Version, members: list[str]) -> None:
+        """In the event loop, whose other tasks use the admission's state."""
+        unclaimed = await self.publisher.publish(round_id, version, members)
+        self.dispatcher.admission.publish(version.number, unclaimed)
+        self.dispatcher.may_dispatch = version.number < self.config.run.batches
 
     # --- evaluation -----------------------------------------------------------------------------
 
@@ -254,7 +260,7 @@ class Lead:
             if running.done:
                 self._evaluation_done(running, version)
                 return False
-            return running.label in ("before", "after")
+            return running.label in ("before", "after") or version >= total
         label = self._label(version, total)
         if label is None or label in self._evaluated:
             return False

@@ -28,6 +28,7 @@ from common.rounds import Call, Go, Publish, Reply
 from learner.timeline import Timeline
 
 POLL_S = 0.01
+LIVING_S = 0.5
 BACKOFF_S = (2.0, 60.0)
 log = get_logger(__name__)
 
@@ -60,6 +61,7 @@ class Publisher:
         self.members: set[str] = set()  # hold the published version
         self._trouble: dict[str, Trouble] = {}
         self._rounds = 0
+        self._version = ""
         self._prefix = ""
         self._in_group: dict[str, int] = {}
 
@@ -68,8 +70,14 @@ class Publisher:
         return set(await self.broker.members("generator"))
 
     async def joiners(self) -> set[str]:
-        """Living generators that do not hold the published version and are not backing off."""
+        """Living generators that do not hold the published version and are not backing off.
+
+        All of them, if the server has lost what was published: nobody could claim any more.
+        """
         living = await self.living()
+        if self.members and await self.broker.published() != self._version:
+            log.warning("the server lost the published version; it goes out again")
+            self.members.clear()
         self.members &= living
         now = time.monotonic()
         for name in list(self._trouble):
@@ -84,21 +92,27 @@ class Publisher:
     async def call(self, version: Version) -> tuple[str, dict[str, Reply]]:
         """Ask who is there; returns the round's id and the members that are ready.
 
-        Waits for every living generator that is not backing off, for `ready_timeout_s` at most.
+        Waits for every living generator that is not backing off, for `ready_timeout_s` at most,
+        and for nobody who dies meanwhile.
         """
         self._rounds += 1
         round_id = f"{self.timeline.incarnation}.{self._rounds}"
         expected = self.members | await self.joiners()
-        expected &= await self.living()
+        living = await self.living()
+        expected &= living
         await self.broker.say(Call(round_id, str(version)))
-        deadline = time.monotonic() + self.config.publish.ready_timeout_s
+        now = time.monotonic()
+        deadline, look_again = now + self.config.publish.ready_timeout_s, now + LIVING_S
         ready: dict[str, Reply] = {}
-        while time.monotonic() < deadline:
+        while now < deadline:
             answers = await self.broker.answers(round_id)
             ready = {name: reply for name, reply in answers.items() if reply.status == "ready"}
-            if expected <= set(ready):
+            if expected & living <= set(ready):
                 break
             await asyncio.sleep(POLL_S)
+            now = time.monotonic()
+            if now >= look_again:
+                living, look_again = await self.living(), now + LIVING_S
         living = await self.living()
         for name in expected - set(ready):
             self._failed(name, "not ready in time" if name in living else "its lease expired")
@@ -148,7 +162,9 @@ class Publisher:
         while waiting and time.monotonic() < deadline:
             answers = await self.broker.answers(go.round)
             for name in sorted(waiting):
-                reply = answers[name]
+                reply = answers.get(name)
+                if reply is None:  # the server was emptied meanwhile
+                    continue
                 if reply.status == "failed":
                     self._failed(name, reply.error)
                 elif reply.status == "done":
@@ -174,7 +190,8 @@ class Publisher:
 
     async def publish(self, round_id: str, version: Version, members: list[str]) -> list[int]:
         """Make a version the published one. Returns the ordinals of prompts nobody has claimed."""
-        waiting = await self.broker.publish(self.timeline.incarnation, str(version))
+        self._version = str(version)
+        waiting = await self.broker.publish(self.timeline.incarnation, self._version)
         failpoint("round_published")
         await self.broker.say(Publish(round_id, str(version), members))
         self.members = set(members)

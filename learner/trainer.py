@@ -17,8 +17,9 @@ from typing import Any
 import redis
 
 from common.batch_files import BatchFiles, StoredGroup
+from common.broker import PATIENCE_S
 from common.config import Config
-from common.errors import CheckpointError
+from common.errors import BrokerError, CheckpointError
 from common.failpoints import failpoint
 from common.log import get_logger
 from common.messages import Verdict, decode
@@ -77,7 +78,9 @@ class Trainer:
             self.files.begin(turn.version + 1)
         if not self.conductor.all_well(not missing):
             if self.lead:
-                self.lead.not_committed(missing)
+                # whichever rank missed it: what rank 0 does not name would be chosen again for ever
+                groups = [group for mini in plan for mine in mini for group in mine]
+                self.lead.not_committed(self._fetch([groups], turn.plan["prefix"])[1])
             return
         flat = [group for mini in stored for group in mini]
         self.files.write_part(turn.version + 1, self.engine.rank, flat)
@@ -115,13 +118,29 @@ class Trainer:
             f"{prefix}sample:{gid}:{item.attempt}:{index}"
             for index in range(self.config.algorithm.group_size)
         ]
-        pipe = self.client.pipeline(transaction=False)
-        pipe.hmget(f"{prefix}group:{gid}", "prompt", "verdict")
-        pipe.mget(keys)
-        (prompt, verdict), payloads = pipe.execute()
+
+        def read() -> Any:
+            pipe = self.client.pipeline(transaction=False)
+            pipe.hmget(f"{prefix}group:{gid}", "prompt", "verdict")
+            pipe.mget(keys)
+            return pipe.execute()
+
+        (prompt, verdict), payloads = self._patiently(read)
         if prompt is None or verdict is None or None in payloads:
             return None
         return StoredGroup(item.ordinal, item.attempt, prompt, verdict, payloads)
+
+    def _patiently(self, read: Callable[[], Any]) -> Any:
+        """Repeat a read while the server is away, for as long as the streams wait for it too."""
+        since = time.monotonic()
+        while True:
+            try:
+                return read()
+            except (redis.ConnectionError, redis.TimeoutError) as error:
+                if time.monotonic() - since > PATIENCE_S:
+                    raise BrokerError(f"the server is away; no payloads: {error}") from None
+                log.warning("waiting for the server", what="reading payloads", error=str(error))
+                time.sleep(1.0)
 
     def _step(self, stored: list[list[StoredGroup]], version: int) -> dict[str, Any]:
         """Train one batch from its stored groups; the version moves on."""
@@ -157,6 +176,7 @@ class Trainer:
         plan: dict[str, Any] = {}
         if self.lead:
             self.files.clean()
+            self.checkpoints.clean()
             plan = {"checkpoint": self.checkpoints.newest_valid()}
             plan["batches"] = self._batches_after(plan["checkpoint"] or 0)
             self.conductor.tell(Turn("resume", plan=plan))
@@ -170,7 +190,7 @@ class Trainer:
         if self.lead:
             log.info("resumed", checkpoint=plan["checkpoint"], replayed=plan["batches"],
                      version=self.version)  # fmt: skip
-            self.lead.start(self.version)
+            self.lead.start(self.version, plan["checkpoint"] or 0)
 
     def _batches_after(self, checkpoint: int) -> list[int]:
         """The versions that batch files lead to from a checkpoint, without a gap."""
@@ -185,12 +205,11 @@ class Trainer:
 
     def _replay(self, batch: int) -> None:
         groups = {group.ordinal: group for group in self.files.load(batch)}
-        items = [Item(g.ordinal, g.attempt, _tokens(g)) for g in groups.values()]
+        items = [Item(g.ordinal, g.attempt, self._tokens(g)) for g in groups.values()]
         minis = split(items, self.config, batch - 1, self.engine.world)
         stored = [[groups[item.ordinal] for item in mini[self.engine.rank]] for mini in minis]
         self._step(stored, batch - 1)
 
-
-def _tokens(group: StoredGroup) -> int:
-    """Response tokens of a stored group, as its verdict counts them."""
-    return response_tokens(decode(Verdict, group.verdict))
+    def _tokens(self, group: StoredGroup) -> int:
+        """Response tokens of a stored group, as its verdict counts them."""
+        return response_tokens(decode(Verdict, group.verdict, self.config.max_message_bytes))

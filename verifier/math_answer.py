@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from common.errors import DapoError
 from verifier.extract import Claim, locate
-from verifier.number import Number
+from verifier.number import Number, answers
 from verifier.outcome import Verdict, error, shorten
 from verifier.reading import Reading, read
 from verifier.text import fold
@@ -46,7 +46,7 @@ def check(
     extracted = shorten(claim.text)
     if reading.number is None:
         return Verdict("wrong", extracted, claim.where, reading.reason)
-    if _equal(reading.number, reference):
+    if answers(reading.number, reference):
         return Verdict("correct", extracted, claim.where, "equal values")
     reason = f"{shorten(reading.number.text)} is not {shorten(reference.text)}"
     return Verdict("wrong", extracted, claim.where, reason)
@@ -101,13 +101,6 @@ def _read_claim(claim: Claim, exact_arithmetic: bool) -> Reading:
     if len({reading.number.text for reading in readings if reading.number}) > 1:
         return Reading(None, "several claims that differ")
     return readings[0]
-
-
-def _equal(claimed: Number, gold: Number) -> bool:
-    """A percent sign counts unless the gold has it too; a gold in percent may be met bare."""
-    if claimed.percent and not gold.percent:
-        return False
-    return claimed.canon == gold.canon
 
 
 def _why_nothing(boxed: bool) -> str:

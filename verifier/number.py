@@ -58,6 +58,16 @@ def from_fraction(value: Fraction, form: Form = "fraction") -> Number:
     return Number(f"{value.numerator}/{value.denominator}", form)
 
 
+def answers(claimed: Number, gold: Number) -> bool:
+    """Whether a claimed number is the gold.
+
+    A percent sign counts unless the gold has it too; a gold in percent may be met bare.
+    """
+    if claimed.percent and not gold.percent:
+        return False
+    return claimed.canon == gold.canon
+
+
 def parse_unsigned(text: str, position: int, negative: bool) -> tuple[Number, int] | None:
     """The number literal that begins at `position`, and where it ends; None if there is none.
 

@@ -2,8 +2,8 @@
 
 SymPy may take any time on what a model writes, and math-verify's own limits are signals,
 which fail off the main thread and silently score everything wrong: they are switched off
-here. Where the answer is, this project's rules decide (`verifier.extract`); what it is worth
-and whether it is equal, math-verify does.
+here. Where the answer is, this project's rules decide (`verifier.extract`). Plain numbers on
+both sides are compared exactly, as by the strict checker; all else is math-verify's to judge.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import logging
 from typing import Any
 
 from verifier.extract import Claim, locate
-from verifier.outcome import Verdict, error, shorten
+from verifier.number import answers
+from verifier.outcome import Outcome, Verdict, error, shorten
+from verifier.reading import read
 from verifier.text import fold
 
 # Longer claims are no answer to a problem with a symbolic gold; parsing them takes seconds.
@@ -39,16 +41,30 @@ def check(
     math-verify raises and may run for ever; the pool turns both into the outcome "error".
     """
     del exact_arithmetic
-    reference = _parse_value(fold(str(gold)))
-    if not reference:
-        return error(f"the gold answer {shorten(str(gold))!r} cannot be parsed")
     claim = locate(response, boxed=boxed, truncated=truncated)
     if claim is None:
         return Verdict("no_answer", reason="no claim with content")
     if len(claim.text) > MAX_CLAIM_CHARS:
         return Verdict("wrong", shorten(claim.text), claim.where, "too long for an answer")
+    exact = _compare_numbers(claim, gold)
+    if exact is not None:
+        return exact
+    reference = _parse_value(fold(str(gold)))
+    if not reference:
+        return error(f"the gold answer {shorten(str(gold))!r} cannot be parsed")
     values = [_parse_value(text) for text in claim.texts]
     return _judge(claim, values, reference)
+
+
+def _compare_numbers(claim: Claim, gold: str) -> Verdict | None:
+    """The exact verdict where the claim and the gold are plain numbers, else None."""
+    reference = read(fold(str(gold))).number
+    numbers = [read(text).number for text in claim.texts]
+    if reference is None or None in numbers:
+        return None
+    equal = all(answers(number, reference) for number in numbers if number)
+    outcome: Outcome = "correct" if equal else "wrong"
+    return Verdict(outcome, shorten(claim.text), claim.where, "plain numbers compared exactly")
 
 
 def _judge(claim: Claim, values: list[list[Any]], reference: list[Any]) -> Verdict:

@@ -54,7 +54,9 @@ _SPECIAL_TOKEN = re.compile(
     re.IGNORECASE,
 )
 # HTML that only dresses the text, as Markdown does; <sup> and <sub> would change a value.
-_DRESS_TAG = re.compile(r"<(?=[/a-z])/?(?:b|strong|i|em|u|p|br|code|center|mark|div|span)\s{0,2}/?>", re.I)
+_DRESS_TAG = re.compile(
+    r"<(?=[/a-z])/?(?:b|strong|i|em|u|p|br|code|center|mark|div|span)\s{0,2}/?>", re.IGNORECASE
+)
 _THOUGHT = re.compile(r"<(/?)think(?:ing)?>", re.IGNORECASE)
 
 

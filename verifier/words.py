@@ -30,9 +30,10 @@ _AMOUNTS = _words(
     hundred hundreds thousand thousands million millions billion billions trillion trillions
     dozen dozens lakh crore half halves third thirds quarter quarters fifth fifths sixth sixths
     seventh sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth
-    thousandths tens ones percent pct percentage zero one two three four five six seven eight nine ten
-    eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty
-    forty fifty sixty seventy eighty ninety twice thrice double triple
+    thousandths tens ones percent pct percentage
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+    fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty
+    ninety twice thrice double triple
     pi sqrt sin cos tan log ln exp factorial infinity inf nan root
     """
 )
@@ -50,9 +51,7 @@ _LEAD_PLAIN = _words(
 )
 _COPULAS = ("is", "are", "was", "were", "equals", "equal to", "gives", "get", "have", "obtain")
 # Names of quantities may hold these: "log base two of x = 34".
-_IN_NAMES = _words(
-    "pi sqrt sin cos tan log ln exp root base mod double third most least"
-)
+_IN_NAMES = _words("pi sqrt sin cos tan log ln exp root base mod double third most least")
 
 _UNIT_LETTERS = frozenset("mgshLlNJWVCFK")
 _SHORT_WORDS = _words(

@@ -53,9 +53,10 @@ class VerifierWorker:
                 if time.monotonic() >= reclaim_at:
                     entries = await self.broker.reclaim(ROLLOUTS, self.name, room)
                     reclaim_at = time.monotonic() + REPORT_S
-                block = 0 if self._held else 500
+                # handlers run while this waits; only what was taken over must not wait for it
+                block_ms = 1 if entries else 500
                 entries += await self.broker.claim(
-                    ROLLOUTS, self.name, max(1, room - len(entries)), max(1, block)
+                    ROLLOUTS, self.name, max(1, room - len(entries)), block_ms
                 )
                 for entry in entries:
                     if entry.id not in self._held:
@@ -86,7 +87,7 @@ class VerifierWorker:
     async def _handle(self, entry: Entry) -> None:
         """One entry of the stream: to a verdict, or to the dead letters."""
         try:
-            rollout = decode(Rollout, entry.data)
+            rollout = decode(Rollout, entry.data, self.config.max_message_bytes)
         except MessageError as error:
             await self.broker.bury(ROLLOUTS, entry, str(error))
             return
@@ -112,12 +113,13 @@ class VerifierWorker:
         data = await self.broker.get_prompt(rollout.group)
         if data is None:
             return failed("the group's record is gone from the server")
+        limit = self.config.max_message_bytes
         try:
-            prompt = decode(Prompt, data)
+            prompt = decode(Prompt, data, limit)
             payloads = await self.broker.get_samples(rollout.group, rollout.attempt, prompt.samples)
             if None in payloads:
                 return failed(f"payload of sample {payloads.index(None)} is missing")
-            samples = [decode(Sample, payload) for payload in payloads if payload is not None]
+            samples = [decode(Sample, data, limit) for data in payloads if data is not None]
         except MessageError as error:
             return failed(f"payload: {error}")
         judged = await asyncio.gather(*(self._judge(prompt, sample) for sample in samples))

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import random
 import socket
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,10 @@ PAIR = 2
 """Ranks of the tests that are about one split only."""
 CASES = [("tied", stage, budget) for stage in STAGES for budget in (ONE, ALL)]
 CASES += [("untied", stage, SOME) for stage in STAGES]
-VARIANTS = {"bf16": {"dtype": "bfloat16"}, "checkpointing": {"gradient_checkpointing": True}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bf16": {"dtype": "bfloat16"},
+    "checkpointing": {"gradient_checkpointing": True},
+}
 Weights = dict[str, torch.Tensor]
 
 
@@ -450,8 +454,9 @@ def spawn(world: int, home: Path) -> dict[Any, Any]:
         ]
         for process in ranks:
             process.start()
+        deadline = time.monotonic() + 240
         for process in ranks:
-            process.join(200)
+            process.join(max(0.0, deadline - time.monotonic()))
             process.kill()  # a rank that hangs must not outlive the test
         assert [process.exitcode for process in ranks] == [0] * world
     loaded: dict[Any, Any] = torch.load(path, weights_only=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -23,8 +25,8 @@ from learner.batch import (
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 
 
-def trajectory(prompt: int = 3, response: int = 4, group: int = 0, **changes: object) -> Trajectory:
-    fields: dict[str, object] = {
+def trajectory(prompt: int = 3, response: int = 4, group: int = 0, **changes: Any) -> Trajectory:
+    fields: dict[str, Any] = {
         "group": group,
         "sample": 0,
         "prompt_ids": np.arange(1, prompt + 1, dtype=np.int32),
@@ -33,7 +35,7 @@ def trajectory(prompt: int = 3, response: int = 4, group: int = 0, **changes: ob
         "advantage": 0.5,
         "spans": [Span(0, 7, 0, response)] if response else [],
     }
-    return Trajectory(**{**fields, **changes})  # type: ignore[arg-type]
+    return Trajectory(**{**fields, **changes})
 
 
 def test_the_age_of_a_token_is_counted_in_versions_from_its_span() -> None:
@@ -57,7 +59,7 @@ def test_masked_trajectories_and_log_probs_that_are_not_finite_train_no_token() 
     ],
 )
 def test_a_trajectory_that_cannot_be_trained_is_an_error(
-    changes: dict[str, object], message: str
+    changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         trajectory(**changes)

@@ -55,7 +55,8 @@ EQUAL_TO_34 = (
     *("34 square units", "34 km/h", "34 m²", "€34", "34 USD", r"$34\,\mathrm{~cm}$", "34 m/s^2"),
     *("34 miles per hour", r"34\text{ cm}^2", "34 °C", "34 sq. ft.", "34th", "34 more apples"),
     *("The total is 34", "exactly 34", "There are 34 ways.", "34. I hope this helps!", "34 ✓"),
-    *("34。", "34个", "共34种", "３４", "𝟑𝟒", "34\u200b", "34</s>", "34<|im_end|>", "<answer>34</answer>"),
+    *("34。", "34个", "共34种", "３４", "𝟑𝟒", "34\u200b"),
+    *("34</s>", "34<|im_end|>", "<answer>34</answer>"),
 )
 NOT_EQUAL_TO_34 = (
     *("34.5", "3.4", "3,4", "3, 4", "34, 35", "34 or 35", "35 or 34", "$34$ or $35$", "34 and 35"),
@@ -68,7 +69,8 @@ NOT_EQUAL_TO_34 = (
     *("34%", r"34\%", "34 percent", "34 million", "34 dozen", "34 hundred", "34k", "34 and a half"),
     *("34x", "34 x", r"34\pi", "34π", r"34\sqrt{2}", "34i", "34e0", "0x22", "3_4", "|34|", "34+"),
     *("points34ways", "3 hours 4 minutes", "3</s>4", "3<|x|>4", r"\boxed{34} or \boxed{35}"),
-    *(r"\boxed{34}\boxed{35}", r"\begin{cases}34\\35\end{cases}", "34或35", "约34", "34万", "34、35"),
+    *(r"\boxed{34}\boxed{35}", r"\begin{cases}34\\35\end{cases}"),
+    *("34或35", "约34", "34万", "34、35", "x = 34 or x = 35", "apples41 = 34", "-52y = 34"),
     *("34 Answer: 35", "34. Final answer: 35", "thirty-five", "34 plus one", "34 R 1"),
 )
 
@@ -89,7 +91,7 @@ def test_another_value_a_hedge_or_an_expression_is_wrong(claim):
         *((c, "1234", "correct") for c in ("1,234", "$1{,}234$", r"1\,234", "1 234", r"$1,\!234$")),
         *((c, "1234", "wrong") for c in ("1.234", "12,34", "1, 234", "1,2345", "1 23 4", "1_234")),
         *((c, "-1234", "correct") for c in ("-1,234", "−1 234", "- 1234", "(−1{,}234)")),
-        *((c, "-5", "correct") for c in ("−5", "- 5", "(-5)", "–5", "－5", "$-5$", r"-\$5", "-5.0")),
+        *((c, "-5", "correct") for c in ("−5", "- 5", "(-5)", "–5", "－5", "$-5$", r"-\$5")),
         *((c, "-5", "wrong") for c in ("5", "--5", "5-", "|-5|", "-5 or 5", "5 - 10")),
         *((c, "1/2", "correct") for c in ("0.5", ".5", "½", r"\frac12", r"\dfrac{1}{2}", "2/4")),
         *((c, "1/2", "wrong") for c in ("0.51", "1/3", "1/2x", "50%", "1,2", "1/2 or 1/3")),
@@ -216,13 +218,12 @@ def test_it_never_raises_on_any_text(text, truncated):
         check("Answer: 34", response)
 
 
-TOKENS = st.lists(
-    st.sampled_from(
-        [*"0123456789+-*/^_=(){}[],.;:!?%$~|&<>\\ \n\"'`", "\\frac", "\\sqrt", "\\boxed{", "\\text{"]
-        + ["Answer:", "or", "and", "cm", "34", "\\,", "\\!", "{,}", "\\binom", "−", "½", "⁴", "答案："]
-    ),
-    max_size=40,
-).map("".join)
+FRAGMENTS = [
+    *"0123456789+-*/^_=(){}[],.;:!?%$~|&<>\\ \n\"'`−½⁴",
+    *("\\frac", "\\sqrt", "\\binom", "\\boxed{", "\\text{", "\\,", "\\!", "{,}", "\\left(", "\\pi"),
+    *("Answer:", "or", "and", "cm", "34", "答案：", "x", "的", "或"),
+]
+TOKENS = st.lists(st.sampled_from(FRAGMENTS), max_size=40).map("".join)
 
 
 @given(TOKENS)
@@ -262,11 +263,15 @@ def test_every_integer_accepts_its_own_renderings(value):
         assert outcome(rendering, str(value + 1)) == "wrong", rendering
 
 
-@given(integers, integers, st.sampled_from(NOT_A_SEPARATOR := (
-    *(" or ", ", ", "; ", " and ", " ", "\n", " / ", "/", " = ", "=", " to ", "-", " - ", "–", " | "),
+BETWEEN = (
+    *(" or ", ", ", "; ", " and ", " ", " / ", "/", " = ", "=", " to ", "-", " - ", "–", " | "),
     *(" vs ", "$ or $", "}{", ") or (", "\\quad ", " \\text{ or } ", "±", "<", "\\ne ", "、", "或"),
-    *(" Answer: ", "\\boxed", "^", "_", "*", " * ", " × ", "…", "...", " ~ ", "~", "&", "\\\\", "(", "[")
-)))  # fmt: skip
+    *(" Answer: ", "\\boxed", "^", "_", "*", " * ", " × ", "…", "...", " ~ ", "~", "&", "\\\\"),
+    *("(", "[", " apples, ", " cm ", "x = ", " x = ", ", y = ", " but ", "; y=", ". No, "),
+)
+
+
+@given(integers, integers, st.sampled_from(BETWEEN))
 @settings(max_examples=500, deadline=None)
 def test_a_claim_with_two_different_values_is_never_correct(first, second, separator):
     if first == second:
@@ -274,10 +279,13 @@ def test_a_claim_with_two_different_values_is_never_correct(first, second, separ
     for wrapped in ("{}", "${}$", "\\boxed{{{}}}", "**{}**", "({})", "x = {}", "{} cm"):
         claim = wrapped.format(f"{first}{separator}{second}")
         for gold in (first, second):
-            assert outcome(claim, str(gold)) != "correct" or separator == "\n", claim
+            assert outcome(claim, str(gold)) != "correct", claim
 
 
-@given(st.sampled_from([*EQUAL_TO_34, *NOT_EQUAL_TO_34]), st.sampled_from([" ", "\t", "\n", "  \n\n"]))
+@given(
+    st.sampled_from([*EQUAL_TO_34, *NOT_EQUAL_TO_34]),
+    st.sampled_from([" ", "\t", "\n", "  \n\n"]),
+)
 @settings(max_examples=300, deadline=None)
 def test_a_verdict_does_not_depend_on_surrounding_white_space_or_markdown(claim, space):
     expected = outcome(claim)

@@ -18,12 +18,12 @@ N, D, V = 11, 8, 23
 TEMPERATURE = 0.7
 
 
-def inputs(bias: bool, dtype: torch.dtype = torch.float32) -> list[Any]:
+def inputs(bias: bool) -> tuple[Any, Any, Any, Any]:
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(N, D, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(V, D, generator=generator).to(dtype).requires_grad_()
-    offset = torch.randn(V, generator=generator).to(dtype).requires_grad_() if bias else None
-    return [hidden, weight, offset, torch.randint(V, (N,), generator=generator)]
+    hidden = torch.randn(N, D, generator=generator).requires_grad_()
+    weight = torch.randn(V, D, generator=generator).requires_grad_()
+    offset = torch.randn(V, generator=generator).requires_grad_() if bias else None
+    return hidden, weight, offset, torch.randint(V, (N,), generator=generator)
 
 
 def whole(hidden: Any, weight: Any, bias: Any, labels: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,180 @@
+"""The real thing, shortened: `dapo run` with real vLLM, DeepSpeed, server and collectives."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "deploy" / "recipes" / "arithmetic.toml"
+pytestmark = pytest.mark.slow
+
+
+class Run:
+    """A `dapo run` of the arithmetic recipe in the background."""
+
+    def __init__(self, folder: Path, name: str, *sets: str) -> None:
+        self.dir = folder / name
+        self.output = folder / f"{name}.txt"
+        keys = [f"run.dir={folder}", f"run.name={name}", *sets]
+        words = [part for key in keys for part in ("--set", key)]
+        env = {key: value for key, value in os.environ.items() if not key.startswith("DAPO_")}
+        with self.output.open("w") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "common.cli", "run", str(RECIPE), *words],
+                stdout=out, stderr=out, cwd=ROOT, env=env,
+            )  # fmt: skip
+
+    def rows(self, kind: str) -> list[dict[str, Any]]:
+        path = self.dir / "metrics.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_text().splitlines()
+        return [row for line in lines if line and (row := json.loads(line))["kind"] == kind]
+
+    def until(self, what: str, ready: Callable[[], Any], timeout_s: float) -> Any:
+        """Wait for something in the run's own records; never for a fixed time."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if value := ready():
+                return value
+            if self.process.poll() is not None:
+                pytest.fail(f"the run ended before {what}:\n{self.output.read_text()[-3000:]}")
+            time.sleep(0.1)
+        pytest.fail(f"no {what} within {timeout_s} s:\n{self.output.read_text()[-3000:]}")
+
+    def family(self) -> list[psutil.Process]:
+        """Every process below the supervisor."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def role(self, name: str) -> psutil.Process:
+        """The process of a role, by its module in the command line."""
+        for process in psutil.Process(self.process.pid).children():
+            if name in process.cmdline():
+                return process
+        pytest.fail(f"no process of {name}")
+
+    def finish(self, timeout_s: float) -> str:
+        status = self.process.wait(timeout_s)
+        said = self.output.read_text()
+        assert status == 0, said[-3000:]
+        return said
+
+    def audit(self) -> dict[str, Any]:
+        result = subprocess.run(
+            [sys.executable, "-m", "common.cli", "audit", str(self.dir), "--json"],
+            capture_output=True, text=True, cwd=ROOT,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stdout + result.stderr
+        figures: dict[str, Any] = json.loads(result.stdout)
+        return figures
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Start runs; whatever is left of them at the end is killed and reported."""
+    runs: list[Run] = []
+
+    def begin(name: str, *sets: str) -> Run:
+        runs.append(Run(tmp_path, name, *sets))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        if run.process.poll() is None:
+            left = run.family()
+            run.process.kill()
+            psutil.wait_procs(left, timeout=10)
+
+
+def _gone(processes: list[psutil.Process], within_s: float) -> list[psutil.Process]:
+    """Those that are still alive after a while."""
+    _, alive = psutil.wait_procs(processes, timeout=within_s)
+    return [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+SHORT = ("eval.problems=32", "eval.samples=2", "algorithm.groups_per_batch=16")
+
+
+@pytest.mark.timeout(600)
+def test_a_run_survives_kills_of_generator_and_learner_and_keeps_its_promises(
+    start: Callable[..., Run],
+) -> None:
+    run = start("kills", *SHORT, "run.batches=9", "checkpoint.every=3", "generator.count=2")
+    run.until("second batch", lambda: len(run.rows("batch")) >= 2, 400)
+
+    generator = run.role("generator")
+    engine = generator.children(recursive=True)
+    generator.kill()
+    assert engine and not _gone(engine, 5.0), "an engine outlived its generator"
+    seen = len(run.rows("batch"))
+    run.until("batch after the generator's death", lambda: len(run.rows("batch")) > seen, 120)
+
+    run.until("checkpoint", lambda: (run.dir / "checkpoints" / "000003").exists(), 120)
+    learner = run.role("learner")
+    learner.kill()
+    run.finish(300)
+
+    batches = run.rows("batch")
+    assert batches[-1]["step"] == 9
+    assert {row["groups"] for row in batches} == {16}
+    assert max(row["staleness_max"] for row in batches) <= 1
+    assert max(row["gap_mean"] for row in batches if row["gap_tokens"]) < 1e-3
+    rounds = [row for row in run.rows("round") if row.get("members")]
+    assert max(row["probe_gap"] for row in rounds) < 1e-3
+    audit = run.audit()
+    assert audit["trained"] == 9 * 16
+    assert audit["balanced"] and not audit["duplicates"] and not audit["missing"]
+    log = (run.dir / "logs" / "learner.jsonl").read_text()
+    resumed = [line for line in map(json.loads, log.splitlines()) if line["event"] == "resumed"]
+    assert resumed[-1]["checkpoint"] in (3, 6) and resumed[-1]["version"] >= 3
+    summary = json.loads((run.dir / "report" / "summary.json").read_text())
+    assert summary["batch_groups_min"] == summary["batch_groups_max"] == 16
+    assert (run.dir / "report" / "curves.png").stat().st_size > 10_000
+
+
+@pytest.mark.timeout(400)
+def test_two_ranks_under_zero_3_train_and_the_export_is_what_was_published(
+    start: Callable[..., Run],
+) -> None:
+    run = start(
+        "ranks", *SHORT, "run.batches=3", "learner.ranks=2", "learner.zero_stage=3"
+    )  # fmt: skip
+    run.finish(350)
+    assert run.rows("batch")[-1]["step"] == 3
+    assert run.audit()["trained"] == 3 * 16
+    rounds = [row for row in run.rows("round") if row.get("members")]
+    assert rounds[-1]["step"] == 3 and rounds[-1]["probe_gap"] < 1e-3
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(run.dir / "export")
+    tokenizer = AutoTokenizer.from_pretrained(run.dir / "export")
+    ids = tokenizer("1+2+3+4=?\n", return_tensors="pt").input_ids
+    assert model(ids).logits.isfinite().all()
+
+
+@pytest.mark.timeout(400)
+def test_ctrl_c_saves_a_checkpoint_and_leaves_no_process_within_20_seconds(
+    start: Callable[..., Run],
+) -> None:
+    run = start("stopped", *SHORT, "run.batches=50")
+    run.until("first batch", lambda: run.rows("batch"), 300)
+    family = run.family()
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    run.process.wait(20)
+    assert time.monotonic() - began < 20
+    assert not _gone(family, 1.0), "a process outlived the run"
+    assert list((run.dir / "checkpoints").iterdir()), run.output.read_text()[-2000:]
+    assert run.audit()["balanced"]

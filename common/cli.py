@@ -127,6 +127,31 @@ def export(
     typer.echo(f"exported version {write(run.resolve(), folder)} to {folder}")
 
 
+@app.command()
+def verify(
+    file: Annotated[Path, typer.Argument(help="JSONL: response, gold, expected or correct.")],
+    checker: Annotated[str, typer.Option(help="Name of the checker.")] = "math",
+    boxed: Annotated[bool, typer.Option(help="Accept a box where no line claims an answer.")] = True,
+    exact_arithmetic: Annotated[bool, typer.Option(help="Evaluate simple expressions.")] = False,
+    workers: Annotated[int, typer.Option(help="Processes for slow checkers.")] = 2,
+    json_: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Run a checker over labelled responses. Exit status 1 if it disagrees with a label.
+
+    Prints agreement, false positives and negatives, missing answers, errors, checks per second,
+    and the rows on which they disagree.
+    """
+    import json
+
+    from verifier.verify_file import verify_file
+
+    result = verify_file(
+        file, checker, boxed=boxed, exact_arithmetic=exact_arithmetic, workers=workers
+    )
+    typer.echo(json.dumps(result.to_dict()) if json_ else result.to_text())
+    raise typer.Exit(0 if result.agree == result.n else 1)
+
+
 def main(*command: str) -> None:
     """Run the command line; what a person can mend is one line and status 2, no traceback."""
     try:

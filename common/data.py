@@ -17,7 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import DataError
+from verifier import registry
 from verifier.math_answer import GoldError, normalise_gold
+
+STRICT_GOLDS = ("math", "math_dapo_compat")
+"""Checkers whose golds must be numbers that the strict checker can read."""
 
 RECYCLE = 1 << 40
 """Ordinals below are the sequence of the data; each multiple above is one more return."""
@@ -50,7 +54,8 @@ def load_rows(
             message names the file and the row.
     """
     rows: list[Row] = []
-    for name in paths:
+    names = list(paths)
+    for name in names:
         for where, item in _items(Path(name)):
             gold = item.get("answer")
             row_checker = item.get("checker", checker)
@@ -60,12 +65,12 @@ def load_rows(
                 raise DataError(f"{where}: `checker` must be a name and `boxed` true or false")
             if gold is None or gold == "":
                 raise DataError(f"{where} has no gold: set `answer`, or remove the row")
-            if row_checker in ("math", "math_dapo_compat"):
+            if registry.get(row_checker).name in STRICT_GOLDS:
                 gold = _gold(gold, where)
             text = render(item["prompt"], tokenizer, template)
             ids = tokenizer.encode(text, add_special_tokens=template == "raw")
             if not ids:
-                raise DataError(f"{where} has a prompt without any token; mend it or remove the row")
+                raise DataError(f"{where} has a prompt without a token; mend it or remove the row")
             if len(ids) > max_tokens:
                 raise DataError(
                     f"{where} has a prompt of {len(ids)} tokens; model.max_length leaves room for "
@@ -74,7 +79,7 @@ def load_rows(
             tokens = np.asarray(ids, dtype=np.int32)
             rows.append(Row(text, tokens, str(gold), row_checker, item.get("boxed", boxed)))
     if not rows:
-        raise DataError(f"no rows in {', '.join(paths)}")
+        raise DataError(f"no rows in {', '.join(names)}")
     return rows
 
 

@@ -26,7 +26,7 @@ from common.errors import RoundError
 NEXT, ABANDON, END = 1, 2, 3
 
 _MASK = 2**63 - 1
-_BLOCK_WORDS = 2**20
+_BLOCK_WORDS = 2**18
 _ODD = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: well mixed, and odd
 
 Backend = Literal["gloo", "nccl"]
@@ -228,7 +228,7 @@ def receive_buckets(
 def digest(flat: torch.Tensor) -> int:
     """63-bit digest of a flat tensor's bytes, the same on every device and for every dtype.
 
-    With words w_i (the bytes as int32, the tail padded with zeros) in blocks of 2^20:
+    With words w_i (the bytes as int32, the tail padded with zeros) in blocks of 2^18:
     bytes + sum_b g_b * (sum_i w_bi * h_i), modulo 2^63, with odd factors g and h. A changed
     word always changes the sum, swapped words nearly always. This guards against faults, not
     against forgery. Work memory is a few blocks whatever the size of the tensor.

@@ -109,7 +109,7 @@ def locate(response: str, *, boxed: bool = True, truncated: bool = False) -> Cla
     text = visible(response)
     if text is None:
         return None
-    claim = _line_claim(text, truncated)
+    claim, text = _line_claim(text, truncated)
     if claim is None and boxed:
         claim = _box_claim(text)
     return claim
@@ -127,9 +127,10 @@ def has_content(text: str) -> bool:
     return _CONTENT.search(undress(text)) is not None
 
 
-def _line_claim(text: str, truncated: bool) -> Claim | None:
+def _line_claim(text: str, truncated: bool) -> tuple[Claim | None, str]:
+    """The claim of an "Answer:" line, and the text without a last claim that was cut off."""
     if not _HINT.search(text):
-        return None
+        return None, text
     lines = text.split("\n")
     end = len(lines)
     for index in range(len(lines) - 1, -1, -1):
@@ -142,12 +143,13 @@ def _line_claim(text: str, truncated: bool) -> Claim | None:
         claimed, last = _claimed(line[marker.end() :], lines, index + 1, end)
         end = index
         if last == len(lines) - 1 and not _complete(claimed, truncated):
+            text = "\n".join(lines[:index])
             continue
         texts = _INNER_CLAIM.split(claimed) if _HINT.search(claimed) else [claimed]
         pieces = tuple(piece for piece in texts if has_content(piece))
         if pieces:
-            return Claim(pieces, "line")
-    return None
+            return Claim(pieces, "line"), text
+    return None, text
 
 
 def _claimed(rest: str, lines: list[str], start: int, end: int) -> tuple[str, int]:

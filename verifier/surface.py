@@ -82,6 +82,7 @@ _SIGNS = str.maketrans(
 )
 _SPACE_RUN = re.compile(r"\s{2,}|[\t\n]")
 _DEGREE = re.compile(r"\s?\^\s?(?:\{\s?°\s?\}|°)")
+_ORDINAL = re.compile(r"\^\s?\{?\s{0,4}(st|nd|rd|th)\b\s{0,4}\}?")
 _BEFORE_POWER = re.compile(r" {1,4}(?=\^)")
 # A tilde is a space of TeX, except where it says "about".
 _TILDE = re.compile(r"(?<=[^0-9\s~])~|~(?![0-9\s~$\\])|(?<=[0-9])~(?=[0-9])")
@@ -108,7 +109,8 @@ def undress(claim: str) -> str:
         for token in _TOKEN.findall(text):
             writer.take(token)
         text = "".join(writer.out)
-    return _BEFORE_POWER.sub("", _DEGREE.sub("°", text))
+    text = _ORDINAL.sub(r" \1 ", _DEGREE.sub("°", text))
+    return _BEFORE_POWER.sub("", text)
 
 
 def _drop_emphasis(text: str) -> str:

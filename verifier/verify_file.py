@@ -34,6 +34,9 @@ class Disagreement:
     reason: str
 
 
+COUNTS = ("n", "agree", "false_positive", "false_negative", "no_answer", "error", "seconds")
+
+
 @dataclass(slots=True)
 class Report:
     """Counts over a file; `seconds` is the wall time of all checks."""
@@ -49,7 +52,9 @@ class Report:
     disagreements: list[Disagreement] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The counts, without the rows."""
+        figures = asdict(self)
+        return {key: figures[key] for key in COUNTS}
 
     def to_text(self) -> str:
         """A table for a terminal: the counts, then one line per disagreement."""

@@ -30,7 +30,7 @@ _AMOUNTS = _words(
     hundred hundreds thousand thousands million millions billion billions trillion trillions
     dozen dozens lakh crore half halves third thirds quarter quarters fifth fifths sixth sixths
     seventh sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths thousandth
-    thousandths tens ones percent pct percentage
+    thousandths tens ones percent pct percentage ppm ppb
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
     fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty
     ninety twice thrice double triple
@@ -57,7 +57,7 @@ _UNIT_LETTERS = frozenset("mgshLlNJWVCFK")
 _SHORT_WORDS = _words(
     """
     cm mm km dm nm kg mg cg ml cl dl hl ft in yd mi oz lb hr hp kw kj pa ms ns hz ha ac gm sq cu
-    mb gb tb kb rs cc pc as at by he is it me my of on so we us an ok pm am qt pt to
+    mb gb tb kb rs cc pc st nd rd th as at by he is it me my of on so we us an ok pm am qt pt to
     """
 )
 _GLUED_UNITS = _words(
@@ -77,6 +77,7 @@ _TAIL = re.compile(
     rf"|(?P<space>\s+)"
     rf"|(?P<mark>[.,;:()\"'。，、！!…—–]|\.)"
 )
+_OPTION = re.compile(r"\(?[A-H][).:]")
 _LETTERS = re.compile(_WORD)
 _GREEK = re.compile("[Ͱ-Ͽἀ-῿\u2100-\u214f\U0001d400-\U0001d7ff]")
 _EXCLAMATION = re.compile(r"\s{0,4}!")
@@ -124,6 +125,8 @@ def lead_keeps_value(lead: str) -> bool:
         return True
     if lead[-1].isalnum() and lead[-1].isascii():
         return False  # points34
+    if _OPTION.fullmatch(text):
+        return True
     if _HAN_LEAD.fullmatch(text):
         return not _HAN_CHANGING.search(text)
     words = [word.lower() for word in _LETTERS.findall(text)]

@@ -14,6 +14,7 @@ FINISH = st.sampled_from(["stop", "length"])
 OUTCOMES = st.sampled_from(["correct", "wrong", "no_answer", "error"])
 FATES = st.sampled_from(["accepted", "filtered", "failed"])
 
+FIRST = Version(1, 0)
 words = st.text(max_size=20)
 numbers = st.integers(-(2**40), 2**40)
 reals = st.floats(allow_nan=False)
@@ -30,9 +31,7 @@ def int_arrays(size: int | None = None) -> st.SearchStrategy[Any]:
 def samples(draw: st.DrawFn) -> Sample:
     cuts = draw(st.lists(st.integers(1, 5), max_size=4))
     ends = np.cumsum(cuts).tolist()
-    spans = [
-        Span(*draw(versions), end - size, end) for size, end in zip(cuts, ends, strict=True)
-    ]
+    spans = [Span(*draw(versions), end - size, end) for size, end in zip(cuts, ends, strict=True)]
     length = ends[-1] if ends else 0
     logprobs = draw(st.lists(st.floats(width=32), min_size=length, max_size=length))
     return Sample(
@@ -70,7 +69,7 @@ def a_prompt(ordinal: int = 3, attempt: int = 0, samples: int = 4, least: int = 
     )  # fmt: skip
 
 
-def a_sample(length: int = 3, version: Version = Version(1, 0)) -> Sample:
+def a_sample(length: int = 3, version: Version = FIRST) -> Sample:
     return Sample(
         token_ids=np.arange(length, dtype=np.int32),
         logprobs=np.linspace(-1, 0, length, dtype=np.float32),
@@ -79,9 +78,7 @@ def a_sample(length: int = 3, version: Version = Version(1, 0)) -> Sample:
     )  # fmt: skip
 
 
-def a_judgement(
-    outcome: Any = "correct", length: int = 3, version: Version = Version(1, 0)
-) -> Judged:
+def a_judgement(outcome: Any = "correct", length: int = 3, version: Version = FIRST) -> Judged:
     return Judged(
         outcome=outcome, extracted="4", reason="", reward=1.0 if outcome == "correct" else -1.0,
         penalty=0.0, length=length, truncated=False, oldest=version, newest=version, generator="g",

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import Config, parse_config
-from common.messages import Version, decode
 from common.messages import Verdict as VerdictRecord
+from common.messages import Version, decode
 from learner.assemble import Item, response_tokens, split, trajectories
 from tests.unit.records import a_stored_group
 

@@ -48,7 +48,9 @@ def test_only_the_last_ones_are_kept(checkpoints: Checkpoints) -> None:
     assert checkpoints.newest_valid() == 11
 
 
-@pytest.mark.parametrize("damage", ["missing", "shorter", "flipped", "no manifest", "torn manifest"])
+@pytest.mark.parametrize(
+    "damage", ["missing", "shorter", "flipped", "no manifest", "torn manifest"]
+)
 def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
     checkpoints: Checkpoints, damage: str
 ) -> None:

@@ -51,8 +51,8 @@ def refusal(recipe: Path, *overrides: str) -> str:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("learner.learning_rat=1", "unknown key learner.learning_rat; did you mean learner.learning_rate?"),
-        ("algorithm.clip_hihg=0.3", "unknown key algorithm.clip_hihg; did you mean algorithm.clip_high?"),
+        ("learner.rank=1", "unknown key learner.rank; did you mean learner.ranks?"),
+        ("reward.corect=0.3", "unknown key reward.corect; did you mean reward.correct?"),
         ("lerner.ranks=2", "unknown key lerner; did you mean learner?"),
         ("redis.zzz=2", "unknown key redis.zzz; known here: url,"),
     ],
@@ -174,7 +174,9 @@ def test_an_override_of_what_is_no_section_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_last_override_of_a_key_wins_over_the_file_and_earlier_ones(recipe: Path) -> None:
-    assert load_config(recipe, ["model.max_length=70", "model.max_length=80"]).model.max_length == 80
+    assert (
+        load_config(recipe, ["model.max_length=70", "model.max_length=80"]).model.max_length == 80
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,7 +250,9 @@ def test_the_section_of_a_base_survives_the_round_trip(
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x7f"), min_size=1)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     path=text, train=st.lists(text, max_size=3), seed=st.integers(-(2**60), 2**60),
     rate=st.floats(0, 1e3), dual=st.none() | st.floats(1.01, 1e6), updates=st.sampled_from([1, 2]),

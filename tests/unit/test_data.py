@@ -31,7 +31,7 @@ class Letters:
     chat_template: str | None = None
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return [1] * add_special_tokens * 0 + [ord(c) for c in text if c != "#"]
+        return [ord(c) for c in text if c != "#"]
 
 
 class Chatting(Letters):
@@ -58,7 +58,8 @@ def load(*paths: Path, checker: str = "math", limit: int = 100) -> list[Row]:
 
 def test_rows_carry_text_tokens_gold_and_how_to_check_them(problems: Path) -> None:
     write(problems, {"prompt": "2+2=?", "answer": 4}, "",
-          {"prompt": "x", "answer": "1,000", "boxed": False, "checker": "math_dapo_compat"})  # fmt: skip
+          {"prompt": "x", "answer": "1,000", "boxed": False,
+           "checker": "math_dapo_compat"})  # fmt: skip
     first, second = load(problems)
     assert (first.text, first.gold, first.checker, first.boxed) == ("2+2=?", "4", "math", True)
     assert first.token_ids.dtype == np.int32
@@ -84,8 +85,8 @@ def test_several_files_are_read_one_after_the_other(problems: Path, tmp_path: Pa
         ({"answer": "1"}, "has no `prompt` text"),
         ({"prompt": "", "answer": "1"}, "has no `prompt` text"),
         ({"prompt": ["a"], "answer": "1"}, "has no `prompt` text"),
-        ({"prompt": "a" * 101, "answer": "1"}, "has a prompt of 101 tokens; model.max_length leaves"),
-        ({"prompt": "##", "answer": "1"}, "has a prompt without any token"),
+        ({"prompt": "a" * 101, "answer": "1"}, "has a prompt of 101 tokens; model.max_length"),
+        ({"prompt": "##", "answer": "1"}, "has a prompt without a token"),
         ({"prompt": "a", "answer": "1", "boxed": "yes"}, "`boxed` true or false"),
         ({"prompt": "a", "answer": "1", "checker": 3}, "`checker` must be a name"),
         ("{nonsense", "is no JSON object"),

@@ -14,7 +14,9 @@ from tests.unit.records import a_judgement
 
 
 def rows(count: int) -> list[Row]:
-    return [Row(str(n), np.arange(1, 3, dtype=np.int32), str(n), "math", True) for n in range(count)]
+    return [
+        Row(str(n), np.arange(1, 3, dtype=np.int32), str(n), "math", True) for n in range(count)
+    ]
 
 
 def verdict(index: int, *outcomes: str, fate: str = "accepted") -> Verdict:

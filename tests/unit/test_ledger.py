@@ -135,7 +135,9 @@ lines = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(calls=st.lists(st.lists(lines, max_size=3), max_size=8), cut=st.integers(0, 60))
 def test_under_any_calls_and_a_crash_in_the_last_write_every_group_keeps_one_fate(
     tmp_path_factory: Any, calls: list[list[Line]], cut: int
@@ -150,7 +152,9 @@ def test_under_any_calls_and_a_crash_in_the_last_write_every_group_keeps_one_fat
     ledger.close()
     durable = path.read_bytes()
     with path.open("ab") as file:
-        file.write(b'{"ordinal": 77, "attempt": 0, "fate": "stale", "reason": "x", "batch": 1}'[:cut])
+        file.write(
+            b'{"ordinal": 77, "attempt": 0, "fate": "stale", "reason": "x", "batch": 1}'[:cut]
+        )
     again = Ledger(path)
     assert again.fates == told
     assert path.read_bytes() == durable

@@ -174,6 +174,8 @@ def test_a_response_that_was_cut_off_claims_only_what_it_completely_wrote():
     assert check("Answer: 34\nOr rather\nAnswer: 3", "34", truncated=True).outcome == "correct"
     assert check("Answer:\n\n3", "34", truncated=True).outcome == "no_answer"
     assert check("so \\boxed{34}, which", "34", truncated=True).outcome == "correct"
+    assert check("so \\boxed{34}\n\nAnswer: 3", "34", truncated=True).outcome == "correct"
+    assert check("Answer: 35 or \\text{\\boxed{34}", "34").outcome == "no_answer"
 
 
 def test_a_verdict_keeps_what_was_extracted_and_why():

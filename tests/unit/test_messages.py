@@ -42,7 +42,9 @@ def same(left: Any, right: Any) -> bool:
     for field in dataclasses.fields(left):
         one, other = getattr(left, field.name), getattr(right, field.name)
         if isinstance(one, np.ndarray):
-            if one.dtype != other.dtype or not np.array_equal(one, other, equal_nan=one.dtype.kind == "f"):
+            if one.dtype != other.dtype or not np.array_equal(
+                one, other, equal_nan=one.dtype.kind == "f"
+            ):
                 return False
         elif one != other:
             return False
@@ -61,7 +63,7 @@ def read_all(data: bytes) -> int:
     return read
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(records.records)
 def test_a_record_comes_back_as_it_was_sent(record: Any) -> None:
     assert same(decode(type(record), encode(record)), record)
@@ -104,14 +106,18 @@ def test_thousands_of_random_byte_strings_with_a_plausible_head_are_a_message_er
         read_all(noise.choice(heads) + noise.randbytes(noise.randrange(40)))
 
 
-@pytest.mark.parametrize("data", EXAMPLES, ids=[kind.KIND for kind in (Prompt, Sample, Rollout, Verdict)])
+@pytest.mark.parametrize(
+    "data", EXAMPLES, ids=[kind.KIND for kind in (Prompt, Sample, Rollout, Verdict)]
+)
 def test_every_truncation_is_a_message_error(data: bytes) -> None:
     for end in range(len(data)):
         assert read_all(data[:end]) == 0
     assert read_all(data + b"\x00") == 0
 
 
-@pytest.mark.parametrize("data", EXAMPLES, ids=[kind.KIND for kind in (Prompt, Sample, Rollout, Verdict)])
+@pytest.mark.parametrize(
+    "data", EXAMPLES, ids=[kind.KIND for kind in (Prompt, Sample, Rollout, Verdict)]
+)
 def test_flipped_bits_give_another_record_or_a_message_error(data: bytes) -> None:
     noise = random.Random(2)
     for _ in range(1000):
@@ -124,7 +130,7 @@ def test_flipped_bits_give_another_record_or_a_message_error(data: bytes) -> Non
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5)
     | st.binary(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=8,
 )  # fmt: skip
 

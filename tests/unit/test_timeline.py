@@ -27,7 +27,14 @@ def test_each_start_is_an_incarnation_counted_from_one(tmp_path: Path) -> None:
 def test_versions_that_a_later_incarnation_went_back_behind_are_lost(tmp_path: Path) -> None:
     timeline = history(tmp_path, 0, 5, 9, 6)
     lost = [Version(1, 6), Version(1, 9), Version(2, 7), Version(2, 9), Version(3, 10)]
-    kept = [Version(1, 0), Version(1, 5), Version(2, 5), Version(2, 6), Version(3, 6), Version(4, 20)]
+    kept = [
+        Version(1, 0),
+        Version(1, 5),
+        Version(2, 5),
+        Version(2, 6),
+        Version(3, 6),
+        Version(4, 20),
+    ]
     assert [version for version in lost + kept if timeline.lost(version)] == lost
 
 
@@ -46,7 +53,10 @@ def test_a_crash_inside_the_write_leaves_the_old_history(tmp_path: Path) -> None
 
 def test_a_second_learner_of_a_run_is_refused_and_told_what_to_do(tmp_path: Path) -> None:
     lock = RunLock(tmp_path)
-    code = f"from pathlib import Path; from learner.timeline import RunLock; RunLock(Path({str(tmp_path)!r}))"
+    code = (
+        "from pathlib import Path; from learner.timeline import RunLock; "
+        f"RunLock(Path({str(tmp_path)!r}))"
+    )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert other.returncode != 0
     assert f"another learner works in {tmp_path}" in other.stderr

@@ -105,12 +105,13 @@ def test_a_digest_of_a_slice_at_an_odd_offset_is_that_of_its_copy() -> None:
         assert digest(octets[start:]) == digest(octets[start:].clone())
 
 
-def test_a_digest_is_an_int64_and_spans_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = torch.randint(-(2**31), 2**31, (2 * 2**20 + 12345,), dtype=torch.int32)
+def test_a_digest_is_an_int64_and_spans_several_blocks() -> None:
+    block = transport._BLOCK_WORDS
+    words = torch.randint(-(2**31), 2**31, (2 * block + 12345,), dtype=torch.int32)
     mark = digest(words)
     assert 0 <= mark < 2**63
     swapped = words.clone()
-    swapped[7], swapped[2**20 + 7] = words[2**20 + 7], words[7]  # same place in two blocks
+    swapped[7], swapped[block + 7] = words[block + 7], words[7]  # same place in two blocks
     assert digest(swapped) != mark
 
 

@@ -31,7 +31,8 @@ def test_a_report_counts_agreement_on_correct_or_not_and_lists_the_rest(tmp_path
     assert (report.n, report.agree, report.no_answer, report.error) == (5, 2, 1, 1)
     assert (report.false_positive, report.false_negative) == (1, 1)
     assert [item.id for item in report.disagreements] == ["c", "d", "e"]
-    assert json.loads(json.dumps(report.to_dict()))["disagreements"][1]["reason"] == "35 is not 34"
+    assert report.disagreements[1].reason == "35 is not 34"
+    assert json.loads(json.dumps(report.to_dict()))["agree"] == report.agree
     assert "agrees on 2 of 5" in report.to_text()
 
 

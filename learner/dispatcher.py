@@ -97,18 +97,24 @@ class Tally:
             self.reward += item.reward
             self.length += item.length
 
-    def figures(self) -> dict[str, float]:
-        """Shares and means over all samples judged, filtered ones included."""
-        samples, groups = max(1, self.samples), max(1, self.groups)
+    def figures(self) -> dict[str, float | None]:
+        """Shares and means over all samples judged, filtered ones included; None if there were
+        none, as when a batch is formed of groups that were left over."""
+
+        def share(part: float, whole: int) -> float | None:
+            return part / whole if whole else None
+
         return {
-            "accuracy_raw": self.correct / samples,
-            "reward_raw": self.reward / samples,
-            "length_mean_raw": self.length / samples,
-            "no_answer_share": self.no_answer / samples,
-            "truncated_share": self.truncated / samples,
-            "acceptance": self.reasons["mixed"] / groups,
-            "all_correct_share": self.reasons["all_correct"] / groups,
-            "all_wrong_share": (self.reasons["all_wrong"] + self.reasons["no_answer"]) / groups,
+            "accuracy_raw": share(self.correct, self.samples),
+            "reward_raw": share(self.reward, self.samples),
+            "length_mean_raw": share(self.length, self.samples),
+            "no_answer_share": share(self.no_answer, self.samples),
+            "truncated_share": share(self.truncated, self.samples),
+            "acceptance": share(self.reasons["mixed"], self.groups),
+            "all_correct_share": share(self.reasons["all_correct"], self.groups),
+            "all_wrong_share": share(
+                self.reasons["all_wrong"] + self.reasons["no_answer"], self.groups
+            ),
             "groups_judged": self.groups,
             "verdicts_failed": self.failed,
         }
@@ -333,8 +339,6 @@ class Dispatcher:
             if verdict.evaluation:
                 later.append(self._take_evaluation(entry, verdict))
                 continue
-            if verdict.ordinal in self._closing:
-                continue  # what closes it acknowledges too, once the fate is durable
             group = self.open.get(verdict.ordinal)
             if group is None or group.attempt != verdict.attempt or group.verdict is not None:
                 later.append(self._drop(entry, verdict))
@@ -353,6 +357,8 @@ class Dispatcher:
 
     async def _drop(self, entry: Entry, verdict: Verdict) -> None:
         """A delivery that was repeated, or of an attempt that is over."""
+        while verdict.ordinal in self._closing:  # its fate is not durable yet
+            await asyncio.sleep(PUMP_S)
         if self._has_fate(verdict.ordinal):
             await self._settle_id(verdict.group)
         await self._acknowledge(entry.id)

@@ -163,7 +163,7 @@ class Lead:
         self.metrics.log("batch", version, row)
         log.info(
             "batch", version=version, accuracy=round(row["accuracy"], 3),
-            accuracy_raw=round(row["accuracy_raw"], 3), reward=round(row["reward"], 3),
+            accuracy_raw=row["accuracy_raw"], reward=round(row["reward"], 3),
             length=round(row["length_mean"], 1), staleness=row["staleness_max"],
             wait_s=round(self._times["wait_s"], 2), train_s=round(seconds, 2),
             entropy=round(row["entropy"], 3),

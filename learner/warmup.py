@@ -20,18 +20,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from tokenizers import Tokenizer, decoders, models
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from tokenizers import pre_tokenizers
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from common import arithmetic
 
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
+PAD, EOS = "<pad>", "<eos>"
 CONTEXT = 512
 
 Log = Callable[[str], None]
@@ -102,23 +96,26 @@ def build_arithmetic(directory: Path, settings: ArithmeticSettings, log: Log) ->
         write_summary(stage / "base.json", settings, FIELDS, {"warmup_loss": loss, **figures})
 
 
-def character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character of printable ASCII and the line feed; text round-trips exactly."""
-    vocabulary = {token: index for index, token in enumerate((PAD, EOS, UNKNOWN, *CHARACTERS))}
-    backend = Tokenizer(models.BPE(vocabulary, merges=[], unk_token=UNKNOWN))
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
+def character_tokenizer() -> Qwen2Tokenizer:
+    """One token a byte, so one a character of ASCII; any text in NFC round-trips exactly.
+
+    transformers builds Qwen2's own tokenizer class for every Qwen2 folder, whatever the folder
+    asks for, and that class works on bytes; so this is that class, with no merges at all.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    return Qwen2Tokenizer(
+        vocab={token: index for index, token in enumerate((PAD, EOS, *alphabet))},
+        merges=[],
+        unk_token=PAD,
         pad_token=PAD,
         eos_token=EOS,
-        unk_token=UNKNOWN,
         padding_side="left",
         model_max_length=CONTEXT,
         clean_up_tokenization_spaces=False,
     )
 
 
-def character_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def character_model(tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     """A fresh model of 0.6 M parameters, in fp32, from the current torch seed."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
@@ -204,7 +201,7 @@ def sample(
 
 
 def _examples(
-    settings: ArithmeticSettings, tokenizer: PreTrainedTokenizerFast
+    settings: ArithmeticSettings, tokenizer: Qwen2Tokenizer
 ) -> tuple[list[Example], list[Example]]:
     """The supervised problems with clean solutions, and the same ones with noisy solutions.
 
@@ -227,13 +224,13 @@ def _examples(
     return clean, noisy
 
 
-def _response(text: str, ends: bool, tokenizer: PreTrainedTokenizerFast) -> list[int]:
+def _response(text: str, ends: bool, tokenizer: Qwen2Tokenizer) -> list[int]:
     ids = [int(token) for token in tokenizer.encode(text)]
     return [*ids, int(tokenizer.eos_token_id)] if ends else ids
 
 
 def _warm_up(
-    settings: ArithmeticSettings, tokenizer: PreTrainedTokenizerFast, log: Log
+    settings: ArithmeticSettings, tokenizer: Qwen2Tokenizer, log: Log
 ) -> tuple[Qwen2ForCausalLM, float]:
     """The warmed-up model and its mean loss over the last tenth of the steps."""
     torch.manual_seed(settings.seed)
@@ -283,7 +280,7 @@ def _batches(examples: list[Example], size: int, rng: random.Random) -> Iterator
 
 
 def _padded(
-    batch: list[Example], tokenizer: PreTrainedTokenizerFast
+    batch: list[Example], tokenizer: Qwen2Tokenizer
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Ids, attention mask and labels, each (examples, longest); −100 labels carry no loss."""
     longest = max(len(example.ids) for example in batch)
@@ -301,7 +298,7 @@ def _padded(
 def _measure(
     settings: ArithmeticSettings,
     model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Qwen2Tokenizer,
     heldout: list[arithmetic.Problem],
 ) -> dict[str, float]:
     """Sampled at temperature 1 on held-out problems, in groups of eight."""

@@ -1,4 +1,4 @@
-"""The dispatcher on a real server: full batches, one durable fate for every group, no group lost."""
+"""The dispatcher on a real server: full batches, one durable fate for every group, none lost."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ async def test_a_prompt_that_waits_carries_the_published_version_as_the_least_on
 async def test_only_as_many_prompts_wait_as_generators_will_soon_claim(
     make_config: MakeConfig, broker: Broker
 ) -> None:
-    async with world(make_config(algorithm={"groups_per_batch": 32, "group_size": 4}), broker) as w:
+    async with world(make_config(algorithm={"groups_per_batch": 32, "group_size": 4}), broker):
         await asyncio.sleep(0.3)
         assert len(await prompts_on_stream(broker)) == dispatcher_module.UNCLAIMED_PER_GENERATOR
 

@@ -55,24 +55,33 @@ class RunSection(Section):
 
 
 class ArithmeticBase(Section):
-    """A character-level Qwen2, warmed up on noisy worked sums."""
+    """A character-level Qwen2, warmed up on noisy worked sums, and the sums to train on."""
 
     kind: Literal["arithmetic"]
-    seed: int = 0
-    warmup_steps: int = Field(300, ge=1)
-    """Optimizer steps of the supervised warm-up."""
-    warmup_rows: int = Field(128, ge=1)
-    """Rows per warm-up step."""
-    terms_min: int = Field(4, ge=2)
+    seed: int = 7
+    terms_min: int = Field(3, ge=2)
     """Fewest numbers in a sum."""
-    terms_max: int = Field(8, ge=2)
+    terms_max: int = Field(6, ge=2)
     """Most numbers in a sum."""
-    wrong_step_rate: float = Field(0.05, ge=0, le=1)
-    """Share of wrong steps in the worked examples."""
-    ramble_rate: float = Field(0.1, ge=0, le=1)
-    """Share of worked examples that ramble."""
     train_rows: int = Field(20000, ge=1)
     heldout_rows: int = Field(256, ge=1)
+    warmup_rows: int = Field(8000, ge=1)
+    """Worked examples of the warm-up."""
+    warmup_steps: int = Field(570, ge=1)
+    """Optimizer steps of the warm-up; fewer make a base that is less accurate."""
+    noisy_steps: int = Field(120, ge=0)
+    """The last steps of the warm-up, which see the noise; those before see clean examples."""
+    warmup_batch: int = Field(16, ge=1)
+    """Worked examples per step."""
+    warmup_learning_rate: float = Field(3e-3, gt=0)
+    wrong_step_rate: float = Field(0.07, ge=0, le=1)
+    """Share of wrong steps in the worked examples."""
+    ramble_rate: float = Field(0.15, ge=0, le=1)
+    """Share of worked examples that ramble."""
+    max_tokens: int = Field(80, ge=1)
+    """Cap of the responses when the accuracy of the base is measured."""
+    measure_samples: int = Field(1024, ge=1)
+    """Responses behind that accuracy."""
 
 
 class SmolLM2Base(Section):
@@ -80,8 +89,14 @@ class SmolLM2Base(Section):
 
     kind: Literal["smollm2"]
     seed: int = 0
+    digits: list[int] = [1, 2]
+    """Numbers of digits of the summands."""
     train_rows: int = Field(4000, ge=1)
     heldout_rows: int = Field(128, ge=1)
+    measure_questions: int = Field(0, ge=0)
+    """Held-out questions on which the base is measured when it is made; each is slow on a CPU."""
+    max_tokens: int = Field(96, ge=1)
+    """Cap of the responses of that measurement."""
 
 
 class ModelSection(Section):

@@ -20,11 +20,14 @@ def make_base(config: Config, tell: Callable[[str], None]) -> None:
         raise ConfigError("the recipe has no section [base]; it names a model folder of its own")
     if (folder / "base.json").exists():
         return
-    if config.base.kind == "arithmetic":
-        from learner.warmup import build_arithmetic
+    try:
+        if config.base.kind == "arithmetic":
+            from learner.warmup import build_arithmetic
 
-        build_arithmetic(folder, config.base, tell)
-    else:
-        from learner.smollm2 import build_smollm2
+            build_arithmetic(folder, config.base, tell)
+        else:
+            from learner.smollm2 import build_smollm2
 
-        build_smollm2(folder, config.base, tell)
+            build_smollm2(folder, config.base, tell)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"[base] cannot be made in {folder}: {error}") from error

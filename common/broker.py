@@ -26,14 +26,9 @@ from urllib.parse import urlsplit
 import redis.asyncio as redis_asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import (
-    AuthenticationError,
-    ConnectionError,
-    NoPermissionError,
-    OutOfMemoryError,
-    ResponseError,
-    TimeoutError,
-)
+from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, ResponseError
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from common.errors import BrokerError, FencedError, MessageError
 from common.log import get_logger
@@ -47,12 +42,12 @@ SCRIPTS = (
     *("say", "answer"),
 )
 SOCKET_TIMEOUT_S = 5.0
-"""Above every block of a read, so that an idle stream is no error."""
+"""Limit of one call; above every block of a read, so that an idle stream is no error."""
 CONNECTIONS = 16
 PATIENCE_S = 120.0
 """How long a server may be away before a call gives up."""
 
-_LOST = (ConnectionError, TimeoutError, OSError)
+_LOST = (RedisConnectionError, RedisTimeoutError, OSError)
 log = get_logger(__name__)
 
 
@@ -87,15 +82,15 @@ class Broker:
             url,
             max_connections=CONNECTIONS,
             timeout=None,
-            socket_timeout=SOCKET_TIMEOUT_S,
+            socket_timeout=None,  # see `in_time`
             retry=Retry(NoBackoff(), 0),
         )
         client = redis_asyncio.Redis(connection_pool=pool)
         broker = cls(client, run, lease_s)
         where = address(url)
         try:
-            await client.ping()
-            await broker.ensure_streams()
+            await in_time(client.ping())
+            await in_time(broker.ensure_streams())
         except (AuthenticationError, NoPermissionError) as error:
             await client.aclose()
             raise BrokerError(password_help(where, error)) from None
@@ -135,7 +130,7 @@ class Broker:
         since, delay = time.monotonic(), 0.05
         while True:
             try:
-                return await call()
+                return await in_time(call())
             except ResponseError as error:
                 if "FENCED" in str(error):
                     raise FencedError(
@@ -166,7 +161,7 @@ class Broker:
 
     async def _recreate_streams(self) -> None:
         with contextlib.suppress(*_LOST):  # the call that is repeated will find it out
-            await self.ensure_streams()
+            await in_time(self.ensure_streams())
 
     async def script(self, name: str, keys: list[str], args: list[Any]) -> Any:
         """Run one of the scripts, again after a lost connection."""
@@ -212,6 +207,19 @@ class Broker:
         keys = [self.key("published"), self.key(PROMPTS)]
         reply = await self.script("claim", keys, [version, consumer, count])
         return [Entry(item[0].decode(), _field(item[1])) for item in reply or []]
+
+    async def unclaimed(self) -> set[str]:
+        """Groups whose prompts nobody has claimed, as of about now."""
+        key = self.key(PROMPTS)
+
+        async def read() -> set[str]:
+            [group] = await self.client.xinfo_groups(key)
+            last = group["last-delivered-id"].decode()
+            waiting: Any = await self.client.xrange(key, min=f"({last}")
+            return {fields[b"g"].decode() for _, fields in waiting if b"g" in fields}
+
+        groups: set[str] = await self.persist(read, "looking for unclaimed prompts")
+        return groups
 
     async def reclaim(self, stream: str, consumer: str, count: int) -> list[Entry]:
         """Entries of consumers whose lease has expired, now this consumer's."""
@@ -335,7 +343,7 @@ class Broker:
     async def report(self, member: str, status: dict[str, Any]) -> None:
         """Best effort: a member's figures for `dapo status`, and nothing depends on them."""
         with contextlib.suppress(*_LOST, ResponseError):
-            await self.client.hset(self.key("status"), member, json.dumps(status))
+            await in_time(self.client.hset(self.key("status"), member, json.dumps(status)))
 
     async def reports(self) -> dict[str, dict[str, Any]]:
         raw = await self.persist(lambda: self.client.hgetall(self.key("status")), "status")
@@ -368,7 +376,7 @@ class Broker:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
             with contextlib.suppress(*_LOST, ResponseError):
-                await self.client.unlink(key)
+                await in_time(self.client.unlink(key))
 
     async def _keep(self, key: str, value: str) -> None:
         while True:
@@ -379,8 +387,8 @@ class Broker:
         """PEXPIRE works on a full server; SET is needed only where the lease is gone."""
         ms = int(self.lease_s * 1000)
         try:
-            if not await self.client.pexpire(key, ms):
-                await self.client.set(key, value, px=ms)
+            if not await in_time(self.client.pexpire(key, ms)):
+                await in_time(self.client.set(key, value, px=ms))
         except (*_LOST, ResponseError) as error:
             log.warning("lease not renewed", key=key, error=str(error))
 
@@ -398,6 +406,19 @@ class Broker:
 
         result: dict[str, dict[str, Any]] = await self.persist(scan, "listing members")
         return result
+
+
+async def in_time(call: Awaitable[Any]) -> Any:
+    """The result of a call, or a TimeoutError, which counts as a lost connection.
+
+    Not the client's own `socket_timeout`: its `asyncio.wait_for` loses about every second
+    cancellation on Python 3.11, and a task that cannot be cancelled hangs the end of its process.
+    """
+    try:
+        async with asyncio.timeout(SOCKET_TIMEOUT_S):
+            return await call
+    except TimeoutError:
+        raise TimeoutError(f"no answer within {SOCKET_TIMEOUT_S:g} s") from None
 
 
 def address(url: str) -> str:

@@ -131,7 +131,9 @@ def export(
 def verify(
     file: Annotated[Path, typer.Argument(help="JSONL: response, gold, expected or correct.")],
     checker: Annotated[str, typer.Option(help="Name of the checker.")] = "math",
-    boxed: Annotated[bool, typer.Option(help="Accept a box where no line claims an answer.")] = True,
+    boxed: Annotated[
+        bool, typer.Option(help="Accept a box where no line claims an answer.")
+    ] = True,
     exact_arithmetic: Annotated[bool, typer.Option(help="Evaluate simple expressions.")] = False,
     workers: Annotated[int, typer.Option(help="Processes for slow checkers.")] = 2,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,

@@ -6,7 +6,6 @@ status 2. Its text names the key, the file or the address and says what to do ab
 
 from __future__ import annotations
 
-
 ERROR_MARK = "dapo: "
 """Begins the line that a process prints of an error that a person can mend."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,8 @@ class Metrics:
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
-        torn = path.exists() and not path.read_bytes()[-1:] in (b"", b"\n")
         self._file = path.open("a", buffering=1)
-        if torn:  # by a crash; the next row gets a line of its own
+        if _is_torn(path):  # by a crash; the next row gets a line of its own
             self._file.write("\n")
 
     def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
@@ -32,6 +32,13 @@ class Metrics:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _is_torn(path: Path) -> bool:
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read() not in (b"", b"\n")
 
 
 def _plain(value: Any) -> Any:

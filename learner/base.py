@@ -22,8 +22,11 @@ def make_base(config: Config, tell: Callable[[str], None]) -> None:
         return
     try:
         if config.base.kind == "arithmetic":
+            import torch
+
             from learner.warmup import build_arithmetic
 
+            torch.set_num_threads(1)  # more gain nothing at this size, and spin where cores are few
             build_arithmetic(folder, config.base, tell)
         else:
             from learner.smollm2 import build_smollm2

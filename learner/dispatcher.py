@@ -566,12 +566,10 @@ class Dispatcher:
         if not quiet:
             return
         known, why = await self._known(), f"silent for {limit:g} s"
-        queued = {
-            "dispatched": await self._count_unclaimed(),
-            "generated": (await self.depths())[ROLLOUTS],
-        }
+        unclaimed, unjudged = await self.broker.unclaimed(), (await self.depths())[ROLLOUTS]
         for gid in quiet:
-            if gid in known and queued.get(known[gid].state):
+            generated = gid in known and known[gid].state == "generated"
+            if gid in unclaimed or (generated and unjudged):
                 continue
             if gid not in problems:
                 await self.redo([int(gid)], why)

@@ -64,9 +64,7 @@ class _Rank0:
     def _load(self, tokenizer: Any, paths: list[str]) -> list[Row]:
         verifier, data = self.config.verifier, self.config.data
         limit = self.config.max_prompt_tokens
-        return load_rows(
-            paths, tokenizer, data.template, limit, verifier.checker, verifier.boxed
-        )
+        return load_rows(paths, tokenizer, data.template, limit, verifier.checker, verifier.boxed)
 
     def lead(self, world: int) -> Any:
         from common.transport import local_address
@@ -76,9 +74,7 @@ class _Rank0:
         if host == "auto":
             server = urlsplit(self.url)
             host = local_address(server.hostname or "127.0.0.1", server.port or 6379)
-        return Lead(
-            self.config, self.broker, self.background, self.rows, self.heldout, host, world
-        )
+        return Lead(self.config, self.broker, self.background, self.rows, self.heldout, host, world)
 
 
 def _on_terminate(lead: Any) -> None:

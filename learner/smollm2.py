@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from common.arithmetic import HELD_OUT_SHARE, claimed_answer
 from learner.warmup import Log, sample, staged, write_summary
@@ -88,20 +88,17 @@ def find_gguf() -> Path:
     )
 
 
-def convert(source: Path) -> tuple[Any, LlamaForCausalLM]:
+def convert(source: Path) -> tuple[Any, Any]:
     """Tokenizer (with the chat template) and bf16 model of a GGUF file of the Llama family."""
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     tokenizer.padding_side = "left"
-    loaded = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.bfloat16
+    # Asked for outright: by default the weights stay packed and cannot be trained or saved.
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.bfloat16,
     )
-    settings = loaded.config.to_dict()
-    # The weights are plain now; a folder that still names GGUF is taken for a quantized one.
-    settings.pop("quantization_config", None)
-    settings["dtype"] = "bfloat16"
-    model = LlamaForCausalLM(LlamaConfig(**settings)).to(torch.bfloat16)
-    model.load_state_dict(loaded.state_dict())
-    model.generation_config = loaded.generation_config
     return tokenizer, model.eval()
 
 

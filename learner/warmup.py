@@ -152,7 +152,9 @@ def staged(directory: Path) -> Iterator[Path]:
     stage = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         yield stage
-        stage.chmod(0o755)  # mkdtemp's 0700 would hide the base from roles of another user
+        # Temporary files are private to their owner; roles may run as another user.
+        for path in (stage, *stage.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
         stage.rename(directory)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
@@ -189,6 +191,7 @@ def sample(
             list(prompts[start : start + batch]),
             return_tensors="pt",
             padding=True,
+            padding_side="left",
             add_special_tokens=False,
             return_token_type_ids=False,
         )

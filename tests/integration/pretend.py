@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ from tests.unit.records import a_judgement, a_sample
 Judge = Callable[[Prompt, int], str]
 """(prompt, attempt) to accepted, filtered, or a reason to fail."""
 
-DEADLINE_S = 20.0
+DEADLINE_S = 10.0
 
 
 def rows(count: int = 50) -> list[Row]:
@@ -70,7 +71,6 @@ class World:
         self.dispatcher = Dispatcher(config, broker, self.ledger, self.timeline, data or rows())
         self.version = max(self.files.versions(), default=self._folded())
         self.batches: list[Batch] = []
-        self.delivered = 0
         self._tasks: list[asyncio.Task[Any]] = []
         self._watch_settling()
 
@@ -132,18 +132,26 @@ class World:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.sleep(0.05)  # the server hears of the closed connections
         self.ledger.close()
 
     # --- the trainer ----------------------------------------------------------------------------
 
     async def choose(self) -> list[Chosen]:
         """The next batch, when there is one."""
-        async with asyncio.timeout(DEADLINE_S):
-            while (chosen := await self.dispatcher.choose_batch()) is None:
-                self.check()
-                if await self.broker.published() is None:
-                    await self.publish()  # as the publisher does on a server that was emptied
-                await asyncio.sleep(0.005)
+        deadline = time.monotonic() + DEADLINE_S
+        while (chosen := await self.dispatcher.choose_batch()) is None:
+            self.check()
+            if await self.broker.published() is None:
+                await self.publish()  # as the publisher does on a server that was emptied
+            if time.monotonic() > deadline:
+                raise AssertionError(
+                    f"no batch: {self.dispatcher.waiting_for()}; "
+                    f"{self.dispatcher.admission.groups}; {self.dispatcher.open}; "
+                    f"on the server {await self.dispatcher._known()}, "
+                    f"streams {await self.dispatcher.depths()}"
+                )
+            await asyncio.sleep(0.005)
         return chosen
 
     async def write(self, chosen: list[Chosen]) -> list[int]:
@@ -193,14 +201,17 @@ class World:
 
     def generators(self, count: int = 2, seed: int = 0, fail: float = 0.0) -> World:
         for index in range(count):
-            self.spawn(self._generator(f"g{index}", random.Random(f"{seed} {index}"), fail))
+            name = f"g{index}.{self.timeline.incarnation}"
+            self.spawn(self._generator(name, random.Random(f"{seed} {index}"), fail))
         return self
 
     async def _generator(self, name: str, dice: random.Random, fail: float) -> None:
         async with self.broker.lease("generator", name, {"workers": 1}):
             while True:
                 version = await self.broker.published() or ""
-                for entry in await self.broker.claim_prompts(version, name, 2):
+                entries = await self.broker.reclaim(PROMPTS, name, 2) if version else []
+                entries += await self.broker.claim_prompts(version, name, 2)
+                for entry in entries:
                     prompt = decode(Prompt, entry.data)
                     await asyncio.sleep(dice.random() * 0.02)
                     await self.generate(entry.id, prompt, name, version, dice.random() < fail)
@@ -222,14 +233,16 @@ class World:
         return self
 
     async def _verifier(self, judge: Judge) -> None:
-        while True:
-            for entry in await self.broker.claim(ROLLOUTS, "v", 8, 100):
-                rollout = decode(Rollout, entry.data)
-                verdict = await self._verdict(rollout, judge)
-                ids = (entry.id, "v", rollout.group, rollout.attempt)
-                self.delivered += await self.broker.advance(
-                    *ids, ("generated", "judged"), encode(verdict)
-                )
+        name = f"v.{self.timeline.incarnation}"
+        async with self.broker.lease("verifier", name, {}):
+            while True:
+                entries = await self.broker.reclaim(ROLLOUTS, name, 8)
+                entries += await self.broker.claim(ROLLOUTS, name, 8, 1 if entries else 50)
+                for entry in entries:
+                    rollout = decode(Rollout, entry.data)
+                    verdict = encode(await self._verdict(rollout, judge))
+                    ids = (entry.id, name, rollout.group, rollout.attempt)
+                    await self.broker.advance(*ids, ("generated", "judged"), verdict)
 
     async def _verdict(self, rollout: Rollout, judge: Judge) -> Verdict:
         data = await self.broker.get_prompt(rollout.group)

@@ -602,6 +602,37 @@ async def test_a_call_whose_answer_was_lost_is_repeated_without_a_second_effect(
     await shaky.close()
 
 
+async def test_a_task_that_talks_to_the_server_ends_when_it_is_cancelled(broker: Broker) -> None:
+    async def talk(number: int) -> None:
+        async with broker.lease("generator", f"g{number}", {}):
+            while True:
+                await broker.claim_prompts(VERSION, f"g{number}", 1)
+
+    for trial in range(20):
+        tasks = [asyncio.create_task(talk(number)) for number in range(4)]
+        await asyncio.sleep(0.01 + trial / 7000)
+        for task in tasks:
+            task.cancel()
+        done, _ = await asyncio.wait(tasks, timeout=5)
+        assert len(done) == 4
+
+
+async def test_a_server_that_stands_still_counts_as_away_and_its_entries_are_read_again(
+    own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker_module, "SOCKET_TIMEOUT_S", 0.2)
+    broker = await Broker.connect(own_server.url, "run")
+    assert own_server.process is not None
+    await broker.client.xadd(broker.key(VERDICTS), {"r": b"hello"})
+    own_server.process.send_signal(signal.SIGSTOP)
+    reading = asyncio.create_task(broker.claim(VERDICTS, "learner", 1, 100))
+    await asyncio.sleep(0.4)
+    own_server.process.send_signal(signal.SIGCONT)
+    assert [entry.data for entry in await asyncio.wait_for(reading, 5)] == [b"hello"]
+    assert broker.disconnects > 0
+    await broker.close()
+
+
 async def test_patience_with_a_server_that_is_gone_ends_in_an_error(
     own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -514,20 +514,19 @@ async def test_the_end_closes_every_open_group_and_every_hole_and_nothing_starts
     config: Config, connections: list[Broker]
 ) -> None:
     w = await World(config, connections[0]).start()
-    w.generators().verifier(drawn(4))
-    await w.train(2)
+    await w.until(lambda: len(w.dispatcher.open) == 4)
     await w.crash()
     await w.forget()
     w = World(config, connections[1])
+    w.ledger.record([Line(4, 0, "filtered", "all_wrong")])
     await connections[1].ensure_streams()
-    await w.dispatcher.start(
-        w.version, [g for v in w.files.versions() for g in w.files.groups_of(v)]
-    )
-    assert w.dispatcher._holes
+    await w.dispatcher.start(0, [])
     w.spawn(w.dispatcher.run())
+    assert (await w.audit()).in_flight == 4
     await w.dispatcher.end()
     await asyncio.sleep(0.05)
     assert w.dispatcher.open == {}
+    assert by_fate(w) == {"filtered": [4], "stale": [0, 1, 2, 3]}
     assert await prompts_on_stream(connections[1]) == []
     result = await w.audit()
     assert result.balanced

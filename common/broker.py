@@ -213,13 +213,15 @@ class Broker:
         key = self.key(PROMPTS)
 
         async def read() -> set[str]:
-            [group] = await self.client.xinfo_groups(key)
-            last = group["last-delivered-id"].decode()
+            groups = await self.client.xinfo_groups(key)
+            if not groups:
+                raise ResponseError(f"NOGROUP of {key}")
+            last = groups[0]["last-delivered-id"].decode()
             waiting: Any = await self.client.xrange(key, min=f"({last}")
             return {fields[b"g"].decode() for _, fields in waiting if b"g" in fields}
 
-        groups: set[str] = await self.persist(read, "looking for unclaimed prompts")
-        return groups
+        found: set[str] = await self.persist(read, "looking for unclaimed prompts")
+        return found
 
     async def reclaim(self, stream: str, consumer: str, count: int) -> list[Entry]:
         """Entries of consumers whose lease has expired, now this consumer's."""
@@ -263,6 +265,13 @@ class Broker:
         """Write a payload; False if the group has moved on to another attempt."""
         keys = [self.key("group", group), self.key("sample", group, attempt, index)]
         return bool(await self.script("put_sample", keys, [attempt, payload]))
+
+    async def is_current(self, group: str, attempt: int) -> bool:
+        """Whether the group is alive and at this attempt."""
+        current = await self.persist(
+            lambda: self.client.hget(self.key("group", group), "attempt"), "asking for an attempt"
+        )
+        return current is not None and int(current) == attempt
 
     async def have_samples(self, group: str, attempt: int, count: int) -> list[bool]:
         """Which payloads of a group are there already."""

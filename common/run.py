@@ -20,6 +20,7 @@ from common.status import read_status
 from common.supervisor import RoleFailed, Supervisor, link_latest
 
 REFRESH_S = 1.0
+FAILED_GRACE_S = 2.0
 
 
 def run_all(config: Config) -> bool:
@@ -28,24 +29,27 @@ def run_all(config: Config) -> bool:
     Raises:
         DapoError: it cannot be started, or a role failed for good.
     """
-    console = Console()
-    console.print(f"run [bold]{config.run.name}[/bold] in {config.run_dir}")
+    # no markup: what roles say has brackets of its own
+    console = Console(markup=False)
+    console.print(f"run {config.run.name} in {config.run_dir}", style="bold")
     path = write_config(config)
     _prepare(config, path)
     require_model(config)
     link_latest(config.run_dir)
-    supervisor = Supervisor(config, lambda text: console.print(text, style="yellow"))
+    supervisor = Supervisor(
+        config, lambda text: console.print(text, style="yellow", markup=False, soft_wrap=True)
+    )
     try:
         supervisor.start()
         complete = _watch(supervisor, config, console)
     except RoleFailed as failure:
-        console.print(f"[red]the run ends:[/red] {failure}")
+        console.print(f"the run ends: {failure}", style="red")
         raise
     finally:
         supervisor.end()
     if (config.run_dir / "metrics.jsonl").exists():
         folder = write_report(config.run_dir)
-        console.print((folder / "report.txt").read_text(), highlight=False)
+        console.print((folder / "report.txt").read_text(), highlight=False, markup=False)
         console.print(f"report: {folder}")
     return complete
 
@@ -81,4 +85,4 @@ def _watch(supervisor: Supervisor, config: Config, console: Console) -> bool:
 
 def _print_lines(view: LiveView, console: Console) -> None:
     for line in view.plain_lines():
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, highlight=False, soft_wrap=True, markup=False)

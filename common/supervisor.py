@@ -58,6 +58,7 @@ class Supervisor:
         self.url = ""
         self.server: EmbeddedServer | None = None
         self.roles = _roles(config)
+        self.grace_s = GRACE_S
         self._stop = ""
 
     def start(self) -> None:
@@ -100,7 +101,7 @@ class Supervisor:
         for role in self.roles:
             if role.process:
                 signal_group(role.process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + self.grace_s
         for role in self.roles:
             if role.process:
                 with contextlib.suppress(subprocess.TimeoutExpired):

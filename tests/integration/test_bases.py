@@ -130,5 +130,15 @@ def test_additions_are_distinct_and_their_parts_disjoint() -> None:
     assert not set(train) & set(heldout)
     assert any(max(pair) < 10 for pair in train)
     assert any(min(pair) >= 10 for pair in train)
+    assert not set(smollm2.EXAMPLES) & {*train, *heldout}
     with pytest.raises(ValueError, match="additions exist"):
         smollm2.additions(500, 1, (1,), held_out=False)
+
+
+def test_the_worked_examples_stand_between_the_system_message_and_the_question() -> None:
+    plain = "{{ 'system\nYou are SmolLM, trained by Hugging Face<|im_end|>\n' }}{{ messages }}"
+    shown = smollm2.with_examples(plain)
+    assert shown.startswith(plain[: plain.index("' }}")])
+    assert shown.index("2 + 5 = 7\nAnswer: 7<|im_end|>") < shown.index("{{ messages }}")
+    with pytest.raises(ValueError, match="chat template"):
+        smollm2.with_examples("{{ messages }}")

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from common.broker import PROMPTS, ROLLOUTS, STREAMS, VERDICTS, Broker
+from common.broker import PROMPTS, ROLLOUTS, STREAMS, VERDICTS, Broker, Entry
 from common.config import Config
 from common.data import base_ordinal, generation, recycled
 from common.errors import FencedError
 from common.ledger import Line, read_lines
-from common.messages import Prompt, Verdict, Version, decode
+from common.messages import Prompt, Verdict, Version, encode
 from common.server import EmbeddedServer
 from learner import dispatcher as dispatcher_module
 from learner.dispatcher import Dispatcher
 from learner.evaluation import Evaluation
 from tests.conftest import MakeConfig
 from tests.integration.pretend import World, drawn, prompts_on_stream, rows, say, world
-from tests.unit.records import a_judgement
+from tests.unit.records import a_judgement, a_sample, a_stored_group
 
 B = 4
 
@@ -134,6 +134,18 @@ async def test_a_prompt_that_waits_carries_the_published_version_as_the_least_on
         assert first.least == Version(1, 0)
         assert (first.ordinal, first.attempt, first.samples) == (0, 0, 4)
         assert not first.evaluation
+
+
+async def test_a_group_counts_as_started_once_its_prompt_is_claimed(
+    config: Config, broker: Broker
+) -> None:
+    async with world(config, broker) as w:
+        await w.until(lambda: len(w.dispatcher.open) == 4)
+        await w.until(lambda: w.dispatcher.unclaimed == 4)
+        assert w.dispatcher.admission.counts().unclaimed == 4
+        await broker.claim_prompts("1.0", "g", 2)
+        await w.until(lambda: w.dispatcher.admission.counts().generating == 2)
+        assert [group.started for group in w.dispatcher.admission.groups.values()][:2] == [True] * 2
 
 
 async def test_only_as_many_prompts_wait_as_generators_will_soon_claim(
@@ -249,10 +261,7 @@ async def test_the_same_verdict_twice_in_one_read_counts_once(
         for fate in ("filtered", "failed"):
             ordinal = min(w.dispatcher.open)
             verdict = Verdict(str(ordinal), ordinal, 0, False, fate, "x", judged, "v")  # type: ignore[arg-type]
-            entries = [
-                dispatcher_module.Entry(f"{n}-0", dispatcher_module.encode(verdict)) for n in (1, 2)
-            ]
-            await w.dispatcher._take(entries)
+            await w.dispatcher._take([Entry(f"{n}-0", encode(verdict)) for n in (1, 2)])
             if fate == "failed":
                 assert w.dispatcher.open[ordinal].attempt == 1
         assert by_fate(w) == {"filtered": [0]}
@@ -486,28 +495,30 @@ async def test_no_group_of_a_batch_that_is_being_written_is_lost_to_a_late_verdi
 ) -> None:
     config = make_config(admission={"max_staleness": 0, "oversample": 2.0})
     async with world(config, broker) as w:
-        await w.until(lambda: len(w.dispatcher.open) >= 4)
-        w.dispatcher.generators = 2
-        await w.until(lambda: len(w.dispatcher.open) == 8)
+        for _ in range(64):  # as if hardly any group had passed: then twice as many are started
+            w.dispatcher.admission.verdict(False)
+        async with broker.lease("generator", "g", {}), broker.lease("generator", "h", {}):
+            await w.until(lambda: len(w.dispatcher.open) == 8)
         judged = [a_judgement("correct", 3, Version(1, 0))] * 4
 
         def verdict(ordinal: int) -> Verdict:
             return Verdict(str(ordinal), ordinal, 0, False, "accepted", "mixed", judged, "v")
 
-        claimed = await broker.claim_prompts("1.0", "g", 8)
-        ordinals = [decode(Prompt, entry.data).ordinal for entry in claimed]
-        await say(broker, [verdict(o) for o in ordinals[1:5]])
-        # nobody holds for the first: at S = 0 with a surplus, there are slots for all
+        # four that nobody waits for overtake group 0, whose prompt is still in the stream
+        await say(broker, [verdict(ordinal) for ordinal in (1, 2, 3, 4)])
         await w.until(lambda: sum(bool(g.verdict) for g in w.dispatcher.open.values()) == 4)
-        chosen = w.dispatcher.admission.decide()
         batch = await w.dispatcher.choose_batch()
-        if batch is None:
-            pytest.fail(f"no batch: {chosen}")
-        await say(broker, [verdict(ordinals[0])])
-        await w.until(lambda: w.dispatcher.open[ordinals[0]].verdict is not None)
+        assert batch is not None
+        await say(broker, [verdict(0)])
+        await w.until(lambda: w.dispatcher.open[0].verdict is not None)
+        assert w.dispatcher.admission.lost() == [4, 5, 6, 7]
         await asyncio.sleep(0.05)
+        assert [item.ordinal for item in batch] == [1, 2, 3, 4]
+        w.files.begin(1)
+        w.files.write_part(1, 0, [a_stored_group(item.ordinal) for item in batch])
+        w.files.commit(1)
         await w.dispatcher.committed(batch)
-        assert not {item.ordinal for item in batch} & set(w.ledger.fates)
+        assert not {1, 2, 3, 4} & set(w.ledger.fates)
 
 
 async def test_the_end_closes_every_open_group_and_every_hole_and_nothing_starts_after_it(
@@ -563,7 +574,7 @@ async def test_a_group_whose_generator_says_nothing_any_more_is_generated_again_
         await w.until(lambda: len(w.dispatcher.open) == 4)
         async with broker.lease("generator", "hanging", {}):
             await broker.claim_prompts("1.0", "hanging", 10)
-            await broker.put_sample("0", 0, 1, b"done")
+            await broker.put_sample("0", 0, 1, encode(a_sample(3, Version(1, 0))))
             # what a dead one reported last is no sign of life, nor is a figure that stands still
             await broker.report("dead", {"progress": {"0": 57}})
             await broker.report("hanging", {"progress": {"0": 3}})

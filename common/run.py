@@ -37,19 +37,19 @@ def run_all(config: Config) -> bool:
     require_model(config)
     link_latest(config.run_dir)
     supervisor = Supervisor(
-        config, lambda text: console.print(text, style="yellow", markup=False, soft_wrap=True)
+        config, lambda text: console.print(text, style="yellow", soft_wrap=True)
     )
     try:
         supervisor.start()
         complete = _watch(supervisor, config, console)
-    except RoleFailed as failure:
-        console.print(f"the run ends: {failure}", style="red")
+    except RoleFailed:
+        supervisor.grace_s = FAILED_GRACE_S  # there is nothing to save any more
         raise
     finally:
         supervisor.end()
     if (config.run_dir / "metrics.jsonl").exists():
         folder = write_report(config.run_dir)
-        console.print((folder / "report.txt").read_text(), highlight=False, markup=False)
+        console.print((folder / "report.txt").read_text(), highlight=False)
         console.print(f"report: {folder}")
     return complete
 
@@ -85,4 +85,4 @@ def _watch(supervisor: Supervisor, config: Config, console: Console) -> bool:
 
 def _print_lines(view: LiveView, console: Console) -> None:
     for line in view.plain_lines():
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        console.print(line, highlight=False, soft_wrap=True)

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from common.config import Config
 from common.errors import ERROR_MARK, DapoError
@@ -86,6 +87,7 @@ class Supervisor:
         learner = self.roles[0]
         while not self._stop:
             tick()
+            self._watch_server()
             for role in self.roles:
                 self._watch(role)
             assert learner.process is not None
@@ -142,6 +144,16 @@ class Supervisor:
                 preexec_fn=die_with_parent,
             )
         role.starts.append(time.monotonic())
+
+    def _watch_server(self) -> None:
+        """Start a dead embedded server again where it was: the roles wait and come back."""
+        if self.server is None or self.server.process is None:
+            return
+        status = self.server.process.poll()
+        if status is not None:
+            self.tell(f"the embedded server ended with status {status}; starting it again")
+            stop_group(self.server.process)
+            self.server.start(urlsplit(self.url).port)
 
     def _watch(self, role: Role) -> None:
         """Start a crashed role again, or give the run up."""

@@ -13,21 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Collection, Iterable
-from dataclasses import dataclass, field
-from typing import Any
 
-from common.broker import PROMPTS, ROLLOUTS, VERDICTS, Broker, Entry
+from common.broker import ROLLOUTS, VERDICTS, Broker, Entry
 from common.config import Config
 from common.data import Row, Sequence, base_ordinal, generation, recycled
 from common.errors import MessageError
 from common.failpoints import failpoint
 from common.ledger import Fate, Ledger, Line
 from common.log import get_logger
-from common.messages import Prompt, Verdict, Version, decode, encode
+from common.messages import Verdict, decode
 from learner.admission import Admission, Group, Hold, Starved, Train
-from learner.evaluation import Evaluation
+from learner.evaluation import Examiner
+from learner.groups import Chosen, Judgements, OpenGroup
+from learner.streams import Streams
 from learner.timeline import Timeline
 
 PUMP_S = 0.02
@@ -37,88 +37,6 @@ UNCLAIMED_PER_GENERATOR = 4
 """Prompts that wait in the stream for each generator: enough that none runs dry, few enough that
 a prompt is started with weights that are young when it is claimed."""
 log = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A group of a batch: what the ranks need to fetch and train it."""
-
-    ordinal: int
-    attempt: int
-    verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class OnServer:
-    """A group as the server knows it. `least` is the number of the least version on its prompt."""
-
-    state: str
-    attempt: int
-    least: int
-
-
-@dataclass
-class OpenGroup:
-    """What the dispatcher knows of an open group besides admission.
-
-    `tokens` are the counts last reported, by generator: a figure that a dead one has left behind
-    is no sign of life. `sent` says that the prompt is on the server.
-    """
-
-    attempt: int
-    since: float
-    sent: bool = False
-    tokens: dict[str, int] = field(default_factory=dict)
-    verdict: Verdict | None = None
-    entry: str = ""
-
-
-@dataclass
-class Tally:
-    """Verdicts since the last batch: what is reported as 'before the filter'."""
-
-    groups: int = 0
-    failed: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-    samples: int = 0
-    correct: int = 0
-    no_answer: int = 0
-    truncated: int = 0
-    reward: float = 0.0
-    length: int = 0
-
-    def add(self, verdict: Verdict) -> None:
-        self.groups += 1
-        self.reasons[verdict.reason] += 1
-        for item in verdict.samples:
-            self.samples += 1
-            self.correct += item.outcome == "correct"
-            self.no_answer += item.outcome == "no_answer"
-            self.truncated += item.truncated
-            self.reward += item.reward
-            self.length += item.length
-
-    def figures(self) -> dict[str, float | None]:
-        """Shares and means over all samples judged, filtered ones included; None if there were
-        none, as when a batch is formed of groups that were left over."""
-
-        def share(part: float, whole: int) -> float | None:
-            return part / whole if whole else None
-
-        return {
-            "accuracy_raw": share(self.correct, self.samples),
-            "reward_raw": share(self.reward, self.samples),
-            "length_mean_raw": share(self.length, self.samples),
-            "no_answer_share": share(self.no_answer, self.samples),
-            "truncated_share": share(self.truncated, self.samples),
-            "acceptance": share(self.reasons["mixed"], self.groups),
-            "all_correct_share": share(self.reasons["all_correct"], self.groups),
-            "all_wrong_share": share(
-                self.reasons["all_wrong"] + self.reasons["no_answer"], self.groups
-            ),
-            "groups_judged": self.groups,
-            "verdicts_failed": self.failed,
-        }
 
 
 class Dispatcher:
@@ -136,8 +54,9 @@ class Dispatcher:
         self.sequence = Sequence(len(rows), config.run.seed)
         self.open: dict[int, OpenGroup] = {}
         self.trained: set[int] = set()  # in batch files, not yet folded into the ledger
-        self.tally = Tally()
-        self.evaluation: Evaluation | None = None
+        self.tally = Judgements()
+        self.streams = Streams(config, broker, timeline)
+        self.examiner = Examiner(self.streams, self.admission)
         self.may_dispatch = False
         self.generators = 0
         self.unclaimed = 0
@@ -146,7 +65,6 @@ class Dispatcher:
         self._pool: deque[tuple[int, int]] = deque()
         self._chosen: set[int] = set()  # of the batch that is being written just now
         self._closing: set[int] = set()  # their fate is on its way to the disk and the server
-        self._asked: dict[int, OpenGroup] = {}  # problems of the evaluation without a verdict
         self._disk = asyncio.Lock()
         self._sending = asyncio.Lock()
 
@@ -162,10 +80,10 @@ class Dispatcher:
         # this one has published, so that what is unclaimed now stays so.
         unclaimed = set(await self.broker.publish(self.timeline.incarnation, ""))
         groups = []
-        for gid, known in (await self._known()).items():
+        for gid, known in (await self.streams.known()).items():
             ordinal = int(gid) if not gid.startswith("e") else -1
             if ordinal < 0 or self._has_fate(ordinal):
-                await self._settle_id(gid)
+                await self.streams.settle(gid)
                 continue
             self.open[ordinal] = OpenGroup(known.attempt, time.monotonic(), sent=True)
             oldest = min(known.least, version)
@@ -188,21 +106,6 @@ class Dispatcher:
             if line.fate in ("trained", "filtered"):
                 passed[line.ordinal] = line.fate == "trained"
         return [passed[ordinal] for ordinal in sorted(passed, key=base_ordinal)]
-
-    async def _known(self) -> dict[str, OnServer]:
-        """Groups on the server, by id."""
-        client, key = self.broker.client, self.broker.key
-
-        async def read() -> dict[str, OnServer]:
-            gids: Any = await client.smembers(key("open"))
-            pipe = client.pipeline(transaction=False)
-            for gid in gids:
-                pipe.hmget(key("group", gid.decode()), "state", "attempt", "least")
-            found = zip(gids, await pipe.execute() if gids else [], strict=True)
-            return {gid.decode(): _on_server(*fields) for gid, fields in found if fields[0]}
-
-        result: dict[str, OnServer] = await self.broker.persist(read, "reading open groups")
-        return result
 
     def _has_fate(self, ordinal: int) -> bool:
         return ordinal in self.ledger.fates or ordinal in self.trained
@@ -227,8 +130,7 @@ class Dispatcher:
                 await self._lose()
                 async with self._sending:
                     await self._dispatch()
-            if self.evaluation:
-                await self._dispatch_evaluation(self.evaluation)
+            await self.examiner.send(4 * UNCLAIMED_PER_GENERATOR * max(1, self.generators))
             await asyncio.sleep(PUMP_S)
 
     async def _watch(self) -> None:
@@ -273,30 +175,10 @@ class Dispatcher:
         """Put the prompt of an open group on the stream, under its attempt."""
         group = self.open[ordinal]
         index = self.sequence.row(ordinal)
-        await self._put(self._prompt(str(ordinal), ordinal, group.attempt, index, self.rows[index]))
+        row, published = self.rows[index], self.admission.published
+        prompt = self.streams.prompt(str(ordinal), ordinal, group.attempt, index, row, published)
+        await self.streams.put(prompt)
         group.sent = True
-
-    def _prompt(self, gid: str, ordinal: int, attempt: int, index: int, row: Row) -> Prompt:
-        """The record of a prompt; negative ordinals are problems of an evaluation."""
-        evaluation, settings, sampling = ordinal < 0, self.config.eval, self.config.sampling
-        return Prompt(
-            group=gid, ordinal=ordinal, attempt=attempt, evaluation=evaluation, row=index,
-            samples=settings.samples if evaluation else self.config.algorithm.group_size,
-            least=Version(self.timeline.incarnation, self.admission.published),
-            token_ids=row.token_ids, seed=(self.config.run.seed * 1_000_003 + ordinal) % 2**53,
-            temperature=settings.temperature if evaluation else sampling.temperature,
-            top_p=settings.top_p if evaluation else sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            gold=row.gold, checker=row.checker, boxed=row.boxed, text=row.text,
-        )  # fmt: skip
-
-    async def _put(self, prompt: Prompt) -> None:
-        key = self.broker.key
-        keys = [key("fence"), key("open"), key("group", prompt.group), key(PROMPTS)]
-        prefix = key("sample", prompt.group, "")
-        fence = self.timeline.incarnation
-        args = [fence, prompt.group, prompt.attempt, str(prompt.least), encode(prompt)]
-        await self.broker.script("dispatch", keys, [*args, prompt.samples, prefix])
 
     async def redo(self, ordinals: Collection[int], why: str) -> None:
         """Another attempt for open groups whose payloads or tokens did not come."""
@@ -318,7 +200,7 @@ class Dispatcher:
             self.admission.redispatch(ordinal, oldest)
             await self._send(ordinal)
             if group.entry:
-                await self._acknowledge(group.entry)
+                await self.streams.acknowledge(group.entry)
 
     # --- verdicts -------------------------------------------------------------------------------
 
@@ -333,7 +215,7 @@ class Dispatcher:
                 later.append(self.broker.bury(VERDICTS, entry, str(error)))
                 continue
             if verdict.evaluation:
-                later.append(self._take_evaluation(entry, verdict))
+                later.append(self.examiner.take(entry, verdict))
                 continue
             group = self.open.get(verdict.ordinal)
             if group is None or group.attempt != verdict.attempt or group.verdict is not None:
@@ -356,8 +238,8 @@ class Dispatcher:
         while verdict.ordinal in self._closing:  # its fate is not durable yet
             await asyncio.sleep(PUMP_S)
         if self._has_fate(verdict.ordinal):
-            await self._settle_id(verdict.group)
-        await self._acknowledge(entry.id)
+            await self.streams.settle(verdict.group)
+        await self.streams.acknowledge(entry.id)
 
     def _judge(self, verdict: Verdict) -> Line | None:
         """Report a verdict to admission; a fate if the group has one by it."""
@@ -390,7 +272,7 @@ class Dispatcher:
         failpoint("ledger_recorded")
         for line, group in zip(lines, groups, strict=True):
             self._return_prompt(line)
-            await self._settle_id(str(line.ordinal), group.entry)
+            await self.streams.settle(str(line.ordinal), group.entry)
             self._closing.discard(line.ordinal)
 
     async def _record(self, lines: list[Line]) -> None:
@@ -407,24 +289,6 @@ class Dispatcher:
             return
         after = 4 * self.admission.capacity
         self._pool.append((base_ordinal(line.ordinal) + min(after, len(self.rows)), child))
-
-    async def _settle_id(self, gid: str, entry: str = "") -> None:
-        key = self.broker.key
-        keys = [key("fence"), key("open"), key("group", gid), key(VERDICTS)]
-        samples = max(self.config.algorithm.group_size, self.config.eval.samples)
-        args = [self.timeline.incarnation, gid, entry, samples, key("sample", gid, "")]
-        await self.broker.script("settle", keys, args)
-
-    async def _acknowledge(self, entry: str) -> None:
-        key, client = self.broker.key(VERDICTS), self.broker.client
-
-        async def acknowledge() -> None:
-            pipe = client.pipeline(transaction=True)
-            pipe.xack(key, "workers", entry)
-            pipe.xdel(key, entry)
-            await pipe.execute()
-
-        await self.broker.persist(acknowledge, "acknowledging")
 
     # --- what the trainer asks ------------------------------------------------------------------
 
@@ -448,17 +312,17 @@ class Dispatcher:
         self._chosen.clear()
         groups = [(item.ordinal, self.open.pop(item.ordinal)) for item in batch]
         for ordinal, group in groups:
-            await self._settle_id(str(ordinal), group.entry)
+            await self.streams.settle(str(ordinal), group.entry)
 
     async def not_committed(self, ordinals: Collection[int], why: str) -> None:
         """The batch could not be formed: payloads of these groups are gone from the server."""
         self._chosen.clear()
         await self.redo(ordinals, why)
 
-    async def trained_batch(self) -> Tally:
+    async def trained_batch(self) -> Judgements:
         """The batch is trained: capacity returns. The tally of verdicts since the last one."""
         self.admission.trained()
-        tally, self.tally = self.tally, Tally()
+        tally, self.tally = self.tally, Judgements()
         return tally
 
     async def fold(self, lines: list[Line]) -> None:
@@ -483,62 +347,6 @@ class Dispatcher:
             return self.admission.explain()
         return ""
 
-    async def depths(self) -> dict[str, int]:
-        """Entries in each stream."""
-        client, key = self.broker.client, self.broker.key
-
-        async def ask() -> dict[str, int]:
-            return {name: await client.xlen(key(name)) for name in (PROMPTS, ROLLOUTS, VERDICTS)}
-
-        result: dict[str, int] = await self.broker.persist(ask, "queue depths")
-        return result
-
-    # --- evaluation -----------------------------------------------------------------------------
-
-    async def evaluate(self, evaluation: Evaluation) -> None:
-        """Start an evaluation; it is done when `evaluation.done` says so."""
-        self.evaluation, self._asked = evaluation, {}
-
-    async def _dispatch_evaluation(self, evaluation: Evaluation) -> None:
-        if evaluation.done:
-            return
-        limit = UNCLAIMED_PER_GENERATOR * 4 * max(1, self.generators)
-        for index in evaluation.next(limit - len(await self.broker.unclaimed())):
-            await self._ask(evaluation, index, 0)
-
-    async def _ask(self, evaluation: Evaluation, index: int, attempt: int) -> None:
-        """Send a problem out, under an attempt."""
-        self._asked[index] = OpenGroup(attempt, time.monotonic())
-        gid, row = evaluation.group(index), evaluation.rows[index]
-        await self._put(self._prompt(gid, -1 - index, attempt, index, row))
-
-    async def _ask_again(self, evaluation: Evaluation, index: int, why: str) -> None:
-        """Another attempt at a problem; at the end of the attempts it counts as failed."""
-        attempt = self._asked[index].attempt + 1
-        if attempt < self.config.admission.attempts:
-            log.warning("another attempt", group=evaluation.group(index), attempt=attempt, why=why)
-            await self._ask(evaluation, index, attempt)
-            return
-        gid = evaluation.group(index)
-        del self._asked[index]
-        evaluation.add(index, Verdict(gid, -1 - index, attempt - 1, True, "failed", why, [], ""))
-        await self._settle_id(gid)
-
-    async def _take_evaluation(self, entry: Entry, verdict: Verdict) -> None:
-        evaluation, index = self.evaluation, -1 - verdict.ordinal
-        asked = self._asked.get(index)
-        if evaluation is None or verdict.group != evaluation.group(index):
-            await self._settle_id(verdict.group, entry.id)
-        elif asked is None or asked.attempt != verdict.attempt:
-            await self._acknowledge(entry.id)  # a delivery that was repeated
-        elif verdict.fate == "failed":
-            await self._ask_again(evaluation, index, verdict.reason)
-            await self._acknowledge(entry.id)
-        else:
-            del self._asked[index]
-            evaluation.add(index, verdict)
-            await self._settle_id(verdict.group, entry.id)
-
     # --- silence and reconnection ---------------------------------------------------------------
 
     async def _silent(self) -> None:
@@ -547,10 +355,11 @@ class Dispatcher:
         The deadline runs on silence and not on elapsed time: long responses are no fault.
         """
         waiting: dict[str, OpenGroup] = {str(o): g for o, g in self.open.items() if not g.verdict}
-        evaluation, problems = self.evaluation, {}
+        examiner, problems = self.examiner, {}
+        evaluation = examiner.evaluation
         if evaluation:
-            problems = {evaluation.group(index): index for index in self._asked}
-            waiting |= {gid: self._asked[index] for gid, index in problems.items()}
+            problems = {evaluation.group(index): index for index in examiner.asked}
+            waiting |= {gid: examiner.asked[index] for gid, index in problems.items()}
         now, limit = time.monotonic(), self.config.admission.silence_s
         for member, status in (await self.broker.reports()).items():
             for gid, tokens in status.get("progress", {}).items():
@@ -560,31 +369,32 @@ class Dispatcher:
         quiet = [gid for gid, group in waiting.items() if now - group.since > limit]
         if not quiet:
             return
-        known, why = await self._known(), f"silent for {limit:g} s"
-        unclaimed, unjudged = await self.broker.unclaimed(), (await self.depths())[ROLLOUTS]
+        known, why = await self.streams.known(), f"silent for {limit:g} s"
+        unclaimed, unjudged = await self.broker.unclaimed(), (await self.streams.depths())[ROLLOUTS]
         for gid in quiet:
             generated = gid in known and known[gid].state == "generated"
             if gid in unclaimed or (generated and unjudged):
                 continue
             if gid not in problems:
                 await self.redo([int(gid)], why)
-            elif evaluation and self._asked.get(problems[gid]) is waiting[gid]:
-                await self._ask_again(evaluation, problems[gid], why)
+            elif evaluation and examiner.asked.get(problems[gid]) is waiting[gid]:
+                await examiner.ask_again(evaluation, problems[gid], why)
 
     async def _reconcile(self) -> None:
         """After a lost connection: groups that the server forgot go out again."""
-        mine, evaluation, asked = list(self.open), self.evaluation, list(self._asked)
-        known = await self._known()
+        mine, examiner = list(self.open), self.examiner
+        evaluation, asked = examiner.evaluation, list(examiner.asked)
+        known = await self.streams.known()
         for gid in known:
             if not gid.startswith("e") and self._has_fate(int(gid)):
-                await self._settle_id(gid)  # it forgot that it was told to forget
+                await self.streams.settle(gid)  # it forgot that it was told to forget
         forgotten = [ordinal for ordinal in mine if str(ordinal) not in known]
         if forgotten:
             log.warning("the server forgot open groups; they go out again", groups=len(forgotten))
             await self.redo(forgotten, "forgotten by the server")
         for index in asked:
-            if evaluation and evaluation.group(index) not in known and index in self._asked:
-                await self._ask(evaluation, index, self._asked[index].attempt)
+            if evaluation and evaluation.group(index) not in known and index in examiner.asked:
+                await examiner.ask(evaluation, index, examiner.asked[index].attempt)
 
     def fate_counts(self) -> dict[Fate | str, int]:
         """Groups by fate so far, those in batch files counted as trained."""
@@ -592,7 +402,3 @@ class Dispatcher:
         counts["trained"] = counts.get("trained", 0) + len(self.trained)
         counts["open"] = len(self.open)
         return counts
-
-
-def _on_server(state: bytes, attempt: bytes, least: bytes) -> OnServer:
-    return OnServer(state.decode(), int(attempt), Version.parse(least.decode()).number)

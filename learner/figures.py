@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from common.messages import Judged
 
 if TYPE_CHECKING:
-    from learner.dispatcher import Chosen, Tally
+    from learner.groups import Chosen, Judgements
 
 
 def batch_figures(
-    engine: dict[str, Any], batch: list[Chosen], tally: Tally, version: int
+    engine: dict[str, Any], batch: list[Chosen], judged: Judgements, version: int
 ) -> dict[str, Any]:
     """Figures of a batch trained at `version`: engine, samples trained, samples judged."""
     samples = [item for chosen in batch for item in chosen.verdict.samples]
@@ -33,7 +33,7 @@ def batch_figures(
         "by_generator": _by_generator(samples),
         "attempts": sum(chosen.attempt for chosen in batch),
     }
-    return engine | trained | tally.figures()
+    return engine | trained | judged.figures()
 
 
 def _share(samples: list[Judged], outcome: str) -> float:

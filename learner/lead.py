@@ -27,9 +27,10 @@ from common.rounds import Go, Reply
 from learner.assemble import Item, response_tokens, split
 from learner.background import Background
 from learner.conductor import Turn
-from learner.dispatcher import Chosen, Dispatcher
+from learner.dispatcher import Dispatcher
 from learner.evaluation import Evaluation
 from learner.figures import batch_figures
+from learner.groups import Chosen
 from learner.publisher import Publisher
 from learner.timeline import Timeline
 
@@ -158,7 +159,7 @@ class Lead:
         version = self.dispatcher.admission.version
         row = batch_figures(figures, self._batch, tally, version - 1)
         row |= {"train_s": seconds, **self._times, "rss_mib": rss_mib()}
-        row |= self.background.call(self.dispatcher.depths())
+        row |= self.background.call(self.dispatcher.streams.depths())
         row |= {f"groups_{k}": n for k, n in self.dispatcher.fate_counts().items()}
         self.metrics.log("batch", version, row)
         log.info(
@@ -255,7 +256,7 @@ class Lead:
         """Start an evaluation that is due, report one that is done; True if training must wait."""
         if not self.heldout:
             return False
-        running = self.dispatcher.evaluation
+        running = self.dispatcher.examiner.evaluation
         if running is not None:
             if running.done:
                 self._evaluation_done(running, version)
@@ -264,7 +265,7 @@ class Lead:
         label = self._label(version, total)
         if label is None or label in self._evaluated:
             return False
-        self.background.call(self.dispatcher.evaluate(Evaluation(label, self.heldout)))
+        self.background.call(self.dispatcher.examiner.begin(Evaluation(label, self.heldout)))
         return label in ("before", "after")
 
     def _label(self, version: int, total: int) -> str | None:
@@ -276,7 +277,7 @@ class Lead:
         return str(version) if every and version % every == 0 else None
 
     def _evaluation_done(self, evaluation: Evaluation, version: int) -> None:
-        self.dispatcher.evaluation = None
+        self.dispatcher.examiner.evaluation = None
         self._evaluated.add(evaluation.label)
         result = evaluation.result()
         self.metrics.log("eval", version, result)

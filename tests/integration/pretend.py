@@ -24,7 +24,8 @@ from common.config import Config
 from common.data import Row
 from common.ledger import Ledger, Line, read_lines
 from common.messages import Prompt, Rollout, Sample, Verdict, Version, decode, encode
-from learner.dispatcher import Chosen, Dispatcher
+from learner.dispatcher import Dispatcher
+from learner.groups import Chosen
 from learner.timeline import Timeline
 from tests.unit.records import a_judgement, a_sample
 
@@ -148,8 +149,8 @@ class World:
                 raise AssertionError(
                     f"no batch: {self.dispatcher.waiting_for()}; "
                     f"{self.dispatcher.admission.groups}; {self.dispatcher.open}; "
-                    f"on the server {await self.dispatcher._known()}, "
-                    f"streams {await self.dispatcher.depths()}"
+                    f"on the server {await self.dispatcher.streams.known()}, "
+                    f"streams {await self.dispatcher.streams.depths()}"
                 )
             await asyncio.sleep(0.005)
         return chosen

@@ -627,7 +627,7 @@ async def test_an_evaluation_runs_beside_training_and_outside_the_ledger(
 
         w.generators().verifier(judge)
         evaluation = Evaluation("5", rows(6))
-        await w.dispatcher.evaluate(evaluation)
+        await w.dispatcher.examiner.begin(evaluation)
         await w.train(3)
         await w.until(lambda: evaluation.done)
         lawful(w, 1)
@@ -649,7 +649,7 @@ async def test_a_problem_that_keeps_failing_ends_as_failed_and_the_evaluation_en
     async with world(config, broker) as w:
         w.generators().verifier(lambda p, attempt: "crashed" if p.evaluation else "accepted")
         evaluation = Evaluation("before", rows(3))
-        await w.dispatcher.evaluate(evaluation)
+        await w.dispatcher.examiner.begin(evaluation)
         await w.until(lambda: evaluation.done)
         assert evaluation.result()["failed"] == 3
 
@@ -661,7 +661,7 @@ async def test_a_problem_that_got_lost_is_asked_again_so_that_the_evaluation_end
     async with world(silent_config(make_config), broker) as w:
         w.dispatcher.may_dispatch = False
         evaluation = Evaluation("before", rows(3))
-        await w.dispatcher.evaluate(evaluation)
+        await w.dispatcher.examiner.begin(evaluation)
         async with asyncio.timeout(5):
             while len(await prompts_on_stream(broker)) < 3:
                 await asyncio.sleep(0.01)
@@ -684,7 +684,7 @@ async def test_groups_of_an_evaluation_are_forgotten_at_a_restart(
 ) -> None:
     config = make_config(data={"heldout": "h"})
     w = await World(config, connections[0]).start()
-    await w.dispatcher.evaluate(Evaluation("before", rows(3)))
+    await w.dispatcher.examiner.begin(Evaluation("before", rows(3)))
     async with asyncio.timeout(5):
         while not [p for p in await prompts_on_stream(connections[0]) if p.evaluation]:
             await asyncio.sleep(0.01)
@@ -692,7 +692,7 @@ async def test_groups_of_an_evaluation_are_forgotten_at_a_restart(
     assert not [name for name in await w.leftovers() if ":e" in name]
     w.generators().verifier(accept_all)
     evaluation = Evaluation("before", rows(3))
-    await w.dispatcher.evaluate(evaluation)
+    await w.dispatcher.examiner.begin(evaluation)
     await w.until(lambda: evaluation.done)
     await w.crash()
 
@@ -706,4 +706,4 @@ async def test_what_is_waited_for_is_said_in_words(config: Config, broker: Broke
         await asyncio.sleep(0.05)
         assert "starved: 0 of 4 accepted, 4 pending" in w.dispatcher.waiting_for()
         assert w.dispatcher.fate_counts()["open"] == 4
-        assert (await w.dispatcher.depths())[PROMPTS] == 4
+        assert (await w.dispatcher.streams.depths())[PROMPTS] == 4

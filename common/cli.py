@@ -17,6 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 Recipe = Annotated[Path, typer.Argument(help="TOML file; see deploy/recipes/.", show_default=False)]

@@ -232,14 +232,18 @@ class Lead:
         return self.background.call(self.publisher.collect(go, own, deadline), patience)
 
     def published(
-        self, round_id: str, version: Version, members: list[str], gap: float, seconds: float
-    ) -> None:
+        self, round_id: str, version: Version, members: list[str], gap: float,
+        own: npt.NDArray[np.float32], seconds: float,
+    ) -> None:  # fmt: skip
         """The round is over: who came through may claim from now on."""
         self.background.call(self._publish(round_id, version, members))
         self._published = version
         self._times["publish_s"] = seconds
         self._idle_since = time.monotonic()
-        figures = {"round": round_id, "members": len(members), "probe_gap": gap, "seconds": seconds}
+        figures = {
+            "round": round_id, "members": len(members), "probe_gap": gap, "seconds": seconds,
+            "probe_logprob": float(own.mean()),
+        }  # fmt: skip
         self.metrics.log("round", version.number, figures)
         log.info("published", version=str(version), members=members, probe_gap=gap,
                  seconds=round(seconds, 3))  # fmt: skip

@@ -45,13 +45,14 @@ class WeightSender:
             return
         version = Version(*turn.plan["version"])
         if not turn.plan["members"]:
-            lead.published(turn.plan["round"], version, [], 0.0, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            lead.published(turn.plan["round"], version, [], 0.0, own[0], seconds)
             return
         deadline = started + self.config.publish.round_timeout_s
         go = lead.plan_round(self.engine.manifest(), self._store_port(lead.host))
         self._broadcast(go, lead, deadline)
         members, gap = lead.collect(go, own[0], deadline)
-        lead.published(go.round, version, members, gap, time.monotonic() - started)
+        lead.published(go.round, version, members, gap, own[0], time.monotonic() - started)
 
     def _store_port(self, host: str) -> int:
         if self._store is None:

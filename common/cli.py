@@ -137,6 +137,9 @@ def verify(
     ] = True,
     exact_arithmetic: Annotated[bool, typer.Option(help="Evaluate simple expressions.")] = False,
     workers: Annotated[int, typer.Option(help="Processes for slow checkers.")] = 2,
+    against: Annotated[
+        str | None, typer.Option(help="A second checker: list where the two differ.")
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Run a checker over labelled responses. Exit status 1 if it disagrees with a label.
@@ -149,7 +152,12 @@ def verify(
     from verifier.verify_file import verify_file
 
     result = verify_file(
-        file, checker, boxed=boxed, exact_arithmetic=exact_arithmetic, workers=workers
+        file,
+        checker,
+        boxed=boxed,
+        exact_arithmetic=exact_arithmetic,
+        workers=workers,
+        against=against,
     )
     typer.echo(json.dumps(result.to_dict()) if json_ else result.to_text())
     raise typer.Exit(0 if result.agree == result.n else 1)

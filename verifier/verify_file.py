@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import DataError
+from verifier import registry
 from verifier.outcome import OUTCOMES, Verdict
 from verifier.pool import CheckerPool
 
@@ -50,6 +51,8 @@ class Report:
     error: int = 0
     seconds: float = 0.0
     disagreements: list[Disagreement] = field(default_factory=list)
+    against: str = ""
+    differences: list[Disagreement] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """The counts, without the rows."""
@@ -68,6 +71,13 @@ class Report:
             f"gold {item.gold!r}, extracted {item.extracted!r}; {item.reason}"
             for item in self.disagreements
         ]
+        if self.against:
+            lines.append(f"{self.checker} and {self.against} differ on {len(self.differences)}")
+        lines += [
+            f"  row {item.row} {item.id}: {self.checker} {item.expected}, {self.against} "
+            f"{item.outcome}; gold {item.gold!r}, extracted {item.extracted!r}; {item.reason}"
+            for item in self.differences
+        ]
         return "\n".join(lines)
 
 
@@ -79,24 +89,30 @@ def verify_file(
     exact_arithmetic: bool = False,
     workers: int = 2,
     deadline_s: float = 10.0,
+    against: str | None = None,
 ) -> Report:
     """Run `checker` over the rows of `path` and compare with their labels.
+
+    With `against`, a second checker, the rows are listed on which the two differ in correct-or-not.
 
     Raises DataError for a row that is no such record, and `registry.UnknownChecker`.
     """
     rows = _read_rows(Path(path))
     options = {"boxed": boxed, "exact_arithmetic": exact_arithmetic}
-    return asyncio.run(_verify(rows, checker, options, workers, deadline_s))
+    if against is not None:
+        registry.get(against)
+    return asyncio.run(_verify(rows, checker, against or "", options, workers, deadline_s))
 
 
 async def _verify(
     rows: list[dict[str, Any]],
     checker: str,
+    against: str,
     options: dict[str, Any],
     workers: int,
     deadline_s: float,
 ) -> Report:
-    report = Report(checker)
+    report = Report(checker, against=against)
     async with CheckerPool(workers=workers, deadline_s=deadline_s) as pool:
         start = time.monotonic()
         for first in range(0, len(rows), _IN_FLIGHT):
@@ -107,6 +123,13 @@ async def _verify(
             for row, verdict in zip(chunk, verdicts, strict=True):
                 _count(report, row, verdict)
         report.seconds = time.monotonic() - start
+        for row in rows if against else ():
+            mine, second = [
+                await pool.check(name, row["response"], row["gold"], options)
+                for name in (checker, against)
+            ]
+            if mine.correct != second.correct:
+                report.differences.append(_entry(row, mine.outcome, second))
     return report
 
 
@@ -123,17 +146,13 @@ def _count(report: Report, row: dict[str, Any], verdict: Verdict) -> None:
         report.false_positive += 1
     else:
         report.false_negative += 1
-    report.disagreements.append(
-        Disagreement(
-            row["row"],
-            str(row.get("id", "")),
-            str(row["gold"]),
-            expected,
-            verdict.outcome,
-            verdict.extracted,
-            verdict.reason,
-        )
-    )
+    report.disagreements.append(_entry(row, expected, verdict))
+
+
+def _entry(row: dict[str, Any], expected: str, verdict: Verdict) -> Disagreement:
+    name, gold = str(row.get("id", "")), str(row["gold"])
+    found = (verdict.outcome, verdict.extracted, verdict.reason)
+    return Disagreement(row["row"], name, gold, expected, *found)
 
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:

@@ -60,3 +60,15 @@ def test_a_missing_file_and_an_unknown_checker_are_refused(tmp_path):
     rows = [{"response": "x", "gold": "1", "correct": True}]
     with pytest.raises(UnknownChecker):
         verify_file(write(tmp_path / "rows.jsonl", rows), "maths")
+
+
+def test_a_second_checker_shows_where_the_two_differ(tmp_path):
+    rows = [
+        {"response": "Answer: **34**", "gold": "34", "expected": "correct"},
+        {"response": "Answer: 34", "gold": "34", "expected": "correct"},
+    ]
+    report = verify_file(write(tmp_path / "rows.jsonl", rows), against="math_dapo_compat")
+    assert [(item.row, item.expected, item.outcome) for item in report.differences] == [
+        (1, "correct", "wrong")
+    ]
+    assert "math and math_dapo_compat differ on 1" in report.to_text()

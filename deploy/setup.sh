@@ -11,10 +11,13 @@ if ! command -v "$python" >/dev/null; then
     python=python3
 fi
 need "$python" "Debian: apt-get install python3 python3-venv"
-need g++ "DeepSpeed compiles a small extension; Debian: apt-get install g++"
-"$python" - <<'PY' || { echo "setup: Python 3.11 is needed (set PYTHON=…)" >&2; exit 2; }
-import sys
-sys.exit(sys.version_info[:2] != (3, 11))
+need g++ "vLLM compiles its kernels at first use; Debian: apt-get install g++"
+"$python" - <<'PY'
+import os, sys, sysconfig
+if sys.version_info[:2] != (3, 11):
+    sys.exit("setup: Python 3.11 is needed (make PYTHON=/path/to/python3.11 …)")
+if not os.path.exists(sysconfig.get_path("include") + "/Python.h"):
+    sys.exit("setup: Python's headers are missing; Debian: apt-get install python3-dev")
 PY
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"

@@ -16,7 +16,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from common.process import die_with_parent
 from verifier import registry
@@ -55,6 +55,8 @@ class CheckerPool:
         self._max_checks = max_checks_per_worker
         self._pool: ProcessPool | None = None
         self._closed = False
+        self._flying: dict[ProcessFuture[Verdict], ProcessPool] = {}
+        self._ending: set[asyncio.Task[None]] = set()
         # pebble's queue is unbounded; a waiter here can be cancelled without a trace
         self._slots = asyncio.Semaphore(workers)
 
@@ -82,10 +84,12 @@ class CheckerPool:
         if self._closed:
             return error("the checker pool is closed")
         pool = self._running()
+        future = None
         try:
             future = pool.schedule(
                 registry.run, args=(name, response, gold, options), timeout=self.deadline_s
             )
+            self._flying[future] = pool
             return await asyncio.wrap_future(future)
         except (concurrent.futures.process.BrokenProcessPool, RuntimeError):
             self._discard(pool)
@@ -96,6 +100,9 @@ class CheckerPool:
             return error(f"died with exit code {problem.exitcode}")
         except Exception as problem:  # what a worker sent back instead of a verdict
             return error(f"{type(problem).__name__}: {shorten(str(problem))}")
+        finally:
+            if future is not None:
+                self._flying.pop(future, None)
 
     def _running(self) -> ProcessPool:
         if self._pool is None:
@@ -111,15 +118,29 @@ class CheckerPool:
     def _discard(self, pool: ProcessPool) -> None:
         if self._pool is pool:
             self._pool = None
-            pool.stop()
+            self._end(pool)
+
+    def _end(self, pool: ProcessPool) -> None:
+        task = asyncio.create_task(self._ended(pool))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _ended(self, pool: ProcessPool) -> None:
+        """Kill a pool's workers and end its checks."""
+        pool.stop()
+        await asyncio.to_thread(pool.join)  # which kills; `stop` alone leaves workers behind
+        # pebble leaves what was running pending for ever
+        for future, owner in list(self._flying.items()):
+            if owner is pool and not future.done():
+                future.set_exception(RuntimeError("the pool was stopped"))
 
     async def close(self) -> None:
         """Kill the workers and wait until they are gone. Checks in flight become errors."""
         self._closed = True
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool.stop()
-            await asyncio.to_thread(pool.join)
+            self._end(pool)
+        await asyncio.gather(*self._ending)
 
     async def __aenter__(self) -> CheckerPool:
         return self

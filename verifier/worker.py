@@ -64,7 +64,11 @@ class VerifierWorker:
                         self._spawn(entry)
             report.cancel()
             if self._tasks:
-                await asyncio.wait(self._tasks, timeout=self.config.verifier.slow_deadline_s)
+                wait_s = self.config.verifier.slow_deadline_s
+                _, late = await asyncio.wait(self._tasks, timeout=wait_s)
+                for task in late:  # another verifier judges these; a closed pool must not
+                    task.cancel()
+                await asyncio.gather(*late, return_exceptions=True)
         if self._failure:
             raise self._failure
 

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -135,18 +136,16 @@ async def generate(config: Config, broker: Broker, count: int) -> tuple[list[Ent
     return entries, size
 
 
-async def hand_on(broker: Broker, entries: list[Entry]) -> None:
-    """Tell the verifiers of every group."""
-    for entry in entries:
-        prompt = decode(Prompt, entry.data)
-        rollout = Rollout(prompt.group, prompt.ordinal, prompt.attempt, GENERATOR, "")
-        step = ("dispatched", "generated")
-        ids = (entry.id, GENERATOR, prompt.group, prompt.attempt)
-        assert await broker.advance(*ids, step, encode(rollout))
+async def hand_on(broker: Broker, entry: Entry) -> None:
+    """Tell the verifiers that a group is complete."""
+    prompt = decode(Prompt, entry.data)
+    rollout = Rollout(prompt.group, prompt.ordinal, prompt.attempt, GENERATOR, "")
+    ids = (entry.id, GENERATOR, prompt.group, prompt.attempt)
+    assert await broker.advance(*ids, ("dispatched", "generated"), encode(rollout))
 
 
 async def verdicts_of(broker: Broker) -> list[Verdict]:
-    entries = await broker.client.xrange(broker.key(VERDICTS))
+    entries: Any = await broker.client.xrange(broker.key(VERDICTS))
     return [decode(Verdict, fields[b"r"]) for _, fields in entries]
 
 
@@ -182,7 +181,7 @@ async def measure(folder: Path, verifiers: int, groups: int) -> None:
         most = list(idle_mib)
 
         begin = time.monotonic()
-        await hand_on(broker, entries)
+        await asyncio.gather(*(hand_on(broker, entry) for entry in entries))
         async with asyncio.timeout(DEADLINE_S):
             while await broker.client.xlen(broker.key(VERDICTS)) < groups:
                 now = [process.memory_info().rss / 2**20 for process in watched]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 
 from common.broker import Broker
 from common.config import Config
-from common.data import Row, Sequence, base_ordinal, generation, recycled
+from common.data import Row, Sequence, base_ordinal, recycled
 from common.ledger import read_lines
 from common.messages import Prompt, Rollout, Verdict, Version, decode, encode
 from common.server import EmbeddedServer
@@ -55,7 +57,7 @@ REASONS = {
 }
 PLACES = dict(zip((1, 3, 4, 6), REASONS, strict=True))
 """Ordinals whose problems name a failing checker."""
-ROWS = 48
+ROWS = 400  # more than are dispatched, so that every problem comes once
 ATTEMPTS = 3
 WORKERS = 2
 
@@ -98,13 +100,21 @@ async def second(server: EmbeddedServer, run_name: str) -> AsyncIterator[Broker]
     await connected.close()
 
 
-def problems(config: Config) -> list[Row]:
-    """Failing checkers at `PLACES`, else "math"; every third gold is one that nobody answers."""
+@pytest.fixture
+async def third(server: EmbeddedServer, run_name: str) -> AsyncIterator[Broker]:
+    """The connection of another verifier."""
+    connected = await Broker.connect(server.url, run_name, lease_s=1.0)
+    yield connected
+    await connected.close()
+
+
+def problems(config: Config, places: dict[int, str] = PLACES) -> list[Row]:
+    """Failing checkers at `places`, else "math"; every third gold is one that nobody answers."""
     data, order = rows(ROWS), Sequence(ROWS, config.run.seed)
     for ordinal in range(ROWS):
         index = order.row(ordinal)
         gold = "5" if ordinal % 3 == 2 else "4"
-        checker = PLACES.get(ordinal, "math")
+        checker = places.get(ordinal, "math")
         data[index] = replace(data[index], gold=gold, checker=checker)
     return data
 
@@ -131,8 +141,8 @@ class Answering(World):
 class Recording(VerifierWorker):
     """The verifier, whose verdicts are kept in the order in which they were handed on."""
 
-    def __init__(self, config: Config, broker: Broker, pool: CheckerPool) -> None:
-        super().__init__(config, broker, pool, "v")
+    def __init__(self, config: Config, broker: Broker, pool: CheckerPool, name: str = "v") -> None:
+        super().__init__(config, broker, pool, name)
         self.verdicts: list[Verdict] = []
         advance = broker.advance
 
@@ -144,7 +154,7 @@ class Recording(VerifierWorker):
                 self.verdicts.append(decode(Verdict, data))
             return done
 
-        broker.advance = watched  # type: ignore[method-assign]
+        broker.advance = watched  # type: ignore[method-assign, assignment]
 
 
 def processes() -> dict[int, str]:
@@ -193,7 +203,10 @@ async def test_groups_of_failing_checkers_fail_with_the_reason_and_all_others_ar
             verdict = await pool.check("sound", "Answer: 4", "4")
             assert verdict.outcome == "correct"
             await settled(lambda: len(processes().keys() - before.keys()) <= WORKERS)
-            assert psutil.STATUS_ZOMBIE not in processes().values()
+            await settled(lambda: psutil.STATUS_ZOMBIE not in processes().values())
+            await w.fold()
+            await w.dispatcher.end()
+            assert (await w.audit()).balanced
         finally:
             await w.crash()
     await settled(lambda: not processes().keys() - before.keys())
@@ -216,24 +229,83 @@ async def test_groups_of_failing_checkers_fail_with_the_reason_and_all_others_ar
         assert {(p.row, p.checker) for p in first + again} == {(first[0].row, checker)}
         assert recycled(recycled(ordinal)) not in {p.ordinal for p in w.prompts}
 
-    rest = [v for v in worker.verdicts if base_ordinal(v.ordinal) % ROWS not in PLACES]
-    for verdict in rest:
-        wanted = (
-            ("filtered", "all_wrong") if verdict.ordinal % ROWS % 3 == 2 else ("accepted", "mixed")
-        )
-        assert (verdict.fate, verdict.reason) == wanted
-        assert (verdict.attempt, generation(verdict.ordinal)) == (0, 0)
-    assert {verdict.fate for verdict in rest} == {"accepted", "filtered"}
+    golds = {prompt.ordinal: prompt.gold for prompt in w.prompts}
+    rest = [v for v in worker.verdicts if base_ordinal(v.ordinal) not in PLACES]
+    for v in rest:
+        wanted = ("accepted", "mixed") if golds[v.ordinal] == "4" else ("filtered", "all_wrong")
+        assert (v.attempt, v.fate, v.reason) == (0, *wanted)
+    assert {v.fate for v in rest} == {"accepted", "filtered"}
+    assert len({v.group for v in rest}) == len(rest)
     # they did not wait for the checkers that failed
-    first_timeout = next(
-        i for i, v in enumerate(worker.verdicts) if v.ordinal in PLACES and "timeout" in v.reason
-    )
-    assert sum(verdict in rest for verdict in worker.verdicts[:first_timeout]) >= 3
-    assert len({v.group for v in rest}) == len(rest) > ROWS // 2
-    trained = {ordinal for batch in w.batches for ordinal in batch.ordinals}
-    assert trained <= {v.ordinal for v in rest if v.fate == "accepted"}
-    failed = {line.ordinal for line in fates.values() if line.fate == "failed"}
-    assert failed == {*PLACES, *map(recycled, PLACES)}
-    filtered = {line.ordinal for line in fates.values() if line.fate == "filtered"}
-    assert filtered <= {v.ordinal for v in rest if v.fate == "filtered"}
-    assert len(fates) == len(failed) + len(filtered)
+    said_at = [v.reason for v in worker.verdicts].index(REASONS["never_returns"])
+    assert sum(v in rest for v in worker.verdicts[:said_at]) >= 3
+    by_fate = {
+        fate: {ordinal for ordinal, line in fates.items() if line.fate == fate}
+        for fate in ("failed", "filtered", "trained")
+    }
+    assert by_fate["failed"] == {*PLACES, *map(recycled, PLACES)}
+    assert by_fate["filtered"] == {v.ordinal for v in rest if v.fate == "filtered"}
+    assert by_fate["trained"] <= {v.ordinal for v in rest if v.fate == "accepted"}
+    assert len(by_fate["trained"]) == len(w.batches) * config.algorithm.groups_per_batch
+
+
+async def test_a_verifier_that_ends_during_a_check_leaves_its_groups_to_another_one(
+    checkers: None, make_config: MakeConfig, broker: Broker, second: Broker, third: Broker
+) -> None:
+    config = make_config(algorithm={"group_size": 2}, verifier={"slow_deadline_s": 0.3})
+    # the samples of one are being checked, those of the other wait for a worker
+    never = {1: "never_returns", 3: "never_returns"}
+    w = Answering(config, broker, problems(config, never))
+    patient = CheckerPool(WORKERS, deadline_s=60.0, memory_mib=512, warm=())
+    strict = CheckerPool(WORKERS, deadline_s=0.5, memory_mib=512, warm=())
+    first, other = Recording(config, second, patient), Recording(config, third, strict, "w")
+    try:
+        await w.start()
+        judging = w.spawn(first.run())
+        w.generators()
+        await w.until(lambda: len(first.verdicts) > 3 and len(first._held) == len(never))
+        first.drain()
+        await judging
+        await patient.close()
+        await asyncio.sleep(0.2)
+        assert not [v for v in first.verdicts if v.ordinal in never]
+
+        judging = w.spawn(other.run())
+        await w.until(lambda: all(of_failing(other.verdicts, ordinal) for ordinal in never))
+        for ordinal in never:
+            said = of_failing(other.verdicts, ordinal)[0]
+            assert (said.attempt, said.fate, said.reason) == (0, "failed", REASONS["never_returns"])
+        other.drain()
+        await judging
+    finally:
+        await w.crash()
+        await patient.close()
+        await strict.close()
+
+
+async def test_checks_in_flight_and_waiting_become_errors_when_the_pool_is_closed(
+    checkers: None,
+) -> None:
+    pool = CheckerPool(WORKERS, deadline_s=60.0, memory_mib=512, warm=())
+    assert (await pool.check("sound", "Answer: 4", "4")).outcome == "correct"
+    checks = [asyncio.create_task(pool.check("never_returns", "", "")) for _ in range(4)]
+    await asyncio.sleep(0.5)
+    await pool.close()
+    async with asyncio.timeout(5):
+        verdicts = await asyncio.gather(*checks)
+    assert {verdict.outcome for verdict in verdicts} == {"error"}
+
+
+async def test_the_other_workers_are_ended_when_one_that_died_between_checks_breaks_the_pool(
+    checkers: None,
+) -> None:
+    before = processes().keys()
+    async with CheckerPool(WORKERS, deadline_s=5.0, memory_mib=512, warm=()) as pool:
+        for _ in range(2):
+            checks = (pool.check("sound", "Answer: 4", "4") for _ in range(2 * WORKERS))
+            assert {verdict.outcome for verdict in await asyncio.gather(*checks)} == {"correct"}
+            os.kill(max(processes().keys() - before), signal.SIGKILL)
+            await asyncio.sleep(0.5)
+        assert (await pool.check("sound", "Answer: 4", "4")).outcome == "correct"
+        await settled(lambda: len(processes().keys() - before) <= WORKERS)
+    await settled(lambda: not processes().keys() - before)

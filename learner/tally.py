@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -66,13 +68,16 @@ class Tally:
         }
 
     def gaps(self) -> tuple[dict[str, float], dict[int, float]]:
-        """Gap of the current version's tokens (mean and largest |Δ|, k3), and mean |Δ| by age."""
+        """Gap of the current version's tokens (mean and largest |Δ|, k3), and mean |Δ| by age.
+
+        A batch without a token of the current version has no gap: NaN, not a perfect 0.
+        """
         table = self.vector[len(SUMS) :].view(-1, 3).tolist()
         delta, k3, current = table[0]
         now = {
-            "gap_mean": delta / max(1.0, current),
-            "gap_max": float(self.largest),
-            "gap_k3": k3 / max(1.0, current),
+            "gap_mean": delta / current if current else math.nan,
+            "gap_max": float(self.largest) if current else math.nan,
+            "gap_k3": k3 / current if current else math.nan,
             "gap_tokens": current,
         }
         return now, {age: row[0] / row[2] for age, row in enumerate(table) if row[2]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -31,7 +33,9 @@ def test_joined_tallies_have_the_means_of_all_tokens_together() -> None:
     assert by_age == {0: pytest.approx(0.2)}
 
 
-def test_nothing_trained_gives_zeros_and_no_nan() -> None:
+def test_nothing_trained_gives_zeros_and_a_gap_of_nothing_is_no_number() -> None:
     empty = Tally(1, torch.device("cpu"))
     assert all(value == 0 for value in empty.means().values())
-    assert empty.gaps() == ({"gap_mean": 0, "gap_max": 0, "gap_k3": 0, "gap_tokens": 0}, {})
+    gaps, by_age = empty.gaps()
+    assert all(math.isnan(gaps[name]) for name in ("gap_mean", "gap_max", "gap_k3"))
+    assert gaps["gap_tokens"] == 0 and by_age == {}

@@ -13,7 +13,6 @@ import contextlib
 import io
 import json
 import math
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from learner.batch import (
     pack_rows,
     plan_micro_batches,
 )
+from learner.export import TOKENIZER_FILES, copy_files
 from learner.loss import (
     Clip,
     gap_sums,
@@ -62,7 +62,6 @@ Shape = tuple[int, ...]
 _EXPORT_BYTES = 2**30
 _STATE = "state"
 _FACTS = "learner.json"
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*_tokens*.json", "chat_template*")
 
 
 class _Update(NamedTuple):
@@ -388,9 +387,7 @@ class TrainEngine:
             model = self._engine.module.model
             model.config.save_pretrained(directory)
             model.generation_config.save_pretrained(directory)
-            for pattern in _TOKENIZER_FILES:
-                for path in tokenizer_dir.glob(pattern):
-                    shutil.copy(path, directory / path.name)
+            copy_files(tokenizer_dir, directory, TOKENIZER_FILES)
         dist.barrier()
 
 

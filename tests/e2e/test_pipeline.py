@@ -170,6 +170,13 @@ def test_two_ranks_under_zero_3_train_and_the_export_is_what_was_published(
     ids = tokenizer("1+2+3+4=?\n", return_tensors="pt").input_ids
     assert model(ids).logits.isfinite().all()
 
+    folder = run.dir.parent / "exported"
+    words = ["-m", "common.cli", "export", str(run.dir), str(folder)]
+    subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+    exported = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert tensor.equal(exported[name]), name
+
 
 @pytest.mark.timeout(400)
 def test_ctrl_c_saves_a_checkpoint_and_leaves_no_process_within_20_seconds(

@@ -102,7 +102,7 @@ def member_name(role: str) -> str:
     return f"{given}.{os.getpid()}"
 
 
-def log_file(config: Config, role: str) -> Path | None:
+def log_file(config: Config) -> Path | None:
     """Where this role logs: a file under `dapo run`, the terminal when started by hand."""
     name = os.environ.get("DAPO_LOG_NAME")
     return config.run_dir / "logs" / f"{name}.jsonl" if name else None

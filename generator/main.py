@@ -15,7 +15,7 @@ from generator.worker import GeneratorWorker
 def main(config: Config) -> None:
     """Generate until the run is over or SIGTERM comes."""
     name = member_name("generator")
-    log.configure("generator", name, config.run.name, log_file(config, "generator"))
+    log.configure("generator", name, config.run.name, log_file(config))
     asyncio.run(_run(config, name))
 
 

@@ -21,7 +21,7 @@ def main(config: Config) -> None:
     """Train until the run is complete or SIGTERM comes."""
     rank = int(os.environ.get("RANK", "0"))
     name = member_name(f"learner-rank{rank}")
-    log.configure("learner", name, config.run.name, log_file(config, "learner"))
+    log.configure("learner", name, config.run.name, log_file(config))
     folder, url = require_model(config), redis_url(config)
     client = redis.Redis.from_url(url, socket_timeout=SOCKET_TIMEOUT_S)
     # what can be wrong without the engine is found before it is loaded

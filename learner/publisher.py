@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,18 +39,6 @@ class Trouble:
 
     failures: int = 0
     until: float = 0.0
-
-
-@dataclass
-class Published:
-    """What a round led to."""
-
-    version: Version
-    members: list[str]
-    unclaimed: list[int]
-    probe_gap: float = 0.0
-    seconds: float = 0.0
-    failed: dict[str, str] = field(default_factory=dict)
 
 
 class Publisher:

@@ -15,7 +15,7 @@ from verifier.worker import VerifierWorker
 def main(config: Config) -> None:
     """Judge until the run is over or SIGTERM comes."""
     name = member_name("verifier")
-    log.configure("verifier", name, config.run.name, log_file(config, "verifier"))
+    log.configure("verifier", name, config.run.name, log_file(config))
     asyncio.run(_run(config, name))
 
 

@@ -1,9 +1,9 @@
 """Ablations on the arithmetic recipe: what each part of DAPO does at this size.
 
-Each variant changes one thing of deploy/recipes/arithmetic.toml and runs once for each seed, through
-`dapo run`, for fewer batches than the recipe has: at its end nearly all variants are above 97 %. A run
-that is finished is not run again, so an interrupted series goes on where it was. Prints a Markdown
-table; ± is the standard deviation over seeds.
+Each variant changes one thing of deploy/recipes/arithmetic.toml and runs once for each seed,
+through `dapo run`, for fewer batches than the recipe has: at its end nearly all are above 97 %.
+A run that is finished is not run again, so an interrupted series goes on where it was. Prints a
+Markdown table; ± is the standard deviation over seeds.
 
     python tests/benchmarks/bench_ablations.py [--batches 20] [--seeds 1 2 3] [--variants …]
 """

@@ -8,7 +8,7 @@ LOCK := deploy/locks/cpu.txt
 # PyTorch's own index, for machines whose package index has no CPU build.
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: demo test setup lint unit smollm2 clean
+.PHONY: demo test setup lint unit chaos deploy-test smollm2 clean
 
 demo: setup
 	$(BIN)/dapo run deploy/recipes/arithmetic.toml
@@ -26,6 +26,16 @@ lint: setup
 
 unit: setup
 	$(BIN)/python -m pytest tests/unit
+
+# Kills, stops and cut connections by a seeded schedule; an hour on two cores.
+chaos: setup
+	$(BIN)/python -m tests.chaos.chaos --seed 1 --kills 200
+	$(BIN)/python -m tests.chaos.chaos --seed 2 --kills 60 --calm 0 --empty
+	DAPO_FULL_MATRIX=1 $(BIN)/python -m pytest tests/e2e/test_failpoints.py tests/e2e/test_standstill.py
+
+# systemd, Slurm and containers on this machine, as root; what it lacks is skipped with the reason.
+deploy-test: setup
+	$(BIN)/python -m pytest tests/deploy -rs
 
 setup: $(VENV)/.ready
 

@@ -8,6 +8,8 @@ Invariants:
 - A call is never retried inside the client library: a reply that was lost may have had an
   effect. Scripts are idempotent, so `Broker` repeats them itself; after each connection error
   the next `claim` first reads what is pending for this consumer already.
+- On a full server only payloads wait for room. Whatever leads to their end, and what the learner
+  and the leases need, is written by scripts with `allow-oom`; admission bounds how much that is.
 """
 
 from __future__ import annotations
@@ -16,36 +18,45 @@ import asyncio
 import contextlib
 import json
 import os
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
-from urllib.parse import urlsplit
 
 import redis.asyncio as redis_asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, NoPermissionError, OutOfMemoryError, ResponseError
+from redis.exceptions import AuthenticationError, OutOfMemoryError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from common.errors import BrokerError, FencedError, MessageError
+from common.address import address
+from common.errors import FencedError, MessageError
 from common.log import get_logger
+from common.messages import Rollout, Verdict, encode, ordinal_of
+from common.patience import Patience, Wait
+from common.refusal import forbidden, is_forbidden, refused
 from common.rounds import Message, Reply, dumps, loads
 
 PROMPTS, ROLLOUTS, VERDICTS = "prompts", "rollouts", "verdicts"
 STREAMS = (PROMPTS, ROLLOUTS, VERDICTS)
 SCRIPTS = (
-    *("dispatch", "publish", "settle"),  # the learner's, fenced
-    *("claim", "put_sample", "advance", "reclaim", "release", "bury"),
-    *("say", "answer"),
+    *("dispatch", "publish", "settle", "acknowledge", "say", "end"),  # the learner's, fenced
+    *("claim", "held", "put_sample", "advance", "reclaim", "release", "bury"),
+    *("answer", "lease", "report"),
 )
+STATE_BEFORE = {PROMPTS: "dispatched", ROLLOUTS: "generated", VERDICTS: "judged"}
+"""The state of a group whose entry lies in a stream."""
+FAILURE_TO = {PROMPTS: ROLLOUTS, ROLLOUTS: VERDICTS, VERDICTS: VERDICTS}
+"""Where the failure of a group goes whose entry is a dead letter: to its next worker, as every
+result, so that each role writes to one stream only."""
 SOCKET_TIMEOUT_S = 5.0
 """Limit of one call; above every block of a read, so that an idle stream is no error."""
 CONNECTIONS = 16
+NAME_BYTES = 200
+"""What is read of the name of a group; none is longer."""
 PATIENCE_S = 120.0
-"""How long a server may be away before a call gives up."""
+"""How long a server may be away before a call gives up; [redis] may say otherwise."""
 
 _LOST = (RedisConnectionError, RedisTimeoutError, OSError)
 log = get_logger(__name__)
@@ -53,29 +64,46 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A claimed entry of a stream."""
+    """An entry of a stream, claimed by `owner`.
+
+    `group` is the id of its group, empty where it names none. `deliveries` counts the workers that
+    it was given to, this one included: all before died without a result.
+    """
 
     id: str
     data: bytes
+    group: str = ""
+    owner: str = ""
+    deliveries: int = 1
 
 
 class Broker:
     """One role's connection to the server, scoped to a run."""
 
-    def __init__(self, client: redis_asyncio.Redis, run: str, lease_s: float = 10.0) -> None:
+    def __init__(
+        self, client: redis_asyncio.Redis, run: str, lease_s: float = 10.0,
+        patience_s: float = PATIENCE_S, where: str = "",
+    ) -> None:  # fmt: skip
         self.client = client
         self.run = run
         self.lease_s = lease_s
+        self.where = where
+        self.patience = Patience(patience_s)
         self.disconnects = 0
+        self.fence = 0
+        """Of a learner: its incarnation, from its first `publish` on."""
         self._read_at: dict[str, int] = {}
         self._scripts = {name: client.register_script(_source(name)) for name in SCRIPTS}
 
     @classmethod
-    async def connect(cls, url: str, run: str, lease_s: float = 10.0) -> Broker:
-        """Connect and create the streams' consumer groups.
+    async def connect(
+        cls, url: str, run: str, lease_s: float = 10.0, patience_s: float = PATIENCE_S
+    ) -> Broker:
+        """Connect and create the streams' consumer groups. Waits for nobody.
 
         Raises:
-            BrokerError: no server at the address, or it refuses the credentials.
+            ServerAwayError: no server answers at the address.
+            BrokerError: it refuses the credentials, the certificates do not fit, and the like.
         """
         # Blocking: a burst of calls waits for a connection instead of failing for want of one.
         pool = redis_asyncio.BlockingConnectionPool.from_url(
@@ -86,25 +114,13 @@ class Broker:
             retry=Retry(NoBackoff(), 0),
         )
         client = redis_asyncio.Redis(connection_pool=pool)
-        broker = cls(client, run, lease_s)
-        where = address(url)
+        broker = cls(client, run, lease_s, patience_s, address(url))
         try:
             await in_time(client.ping())
             await in_time(broker.ensure_streams())
-        except (AuthenticationError, NoPermissionError) as error:
+        except (*_LOST, ResponseError) as error:
             await client.aclose()
-            raise BrokerError(password_help(where, error)) from None
-        except _LOST as error:
-            await client.aclose()
-            raise BrokerError(
-                f"no Redis-protocol server answers at {where} ({error}); start one there or set "
-                "redis.url, or leave redis.url out and use `dapo run` with its embedded server"
-            ) from None
-        except ResponseError as error:
-            await client.aclose()
-            if "NOAUTH" in str(error):
-                raise BrokerError(password_help(where, error)) from None
-            raise
+            raise await asyncio.to_thread(refused, url, error) from None
         return broker
 
     async def close(self) -> None:
@@ -126,38 +142,48 @@ class Broker:
     # --- calls that survive a lost connection -------------------------------------------------
 
     async def persist(self, call: Callable[[], Awaitable[Any]], what: str) -> Any:
-        """Repeat an idempotent call until the server answers, for PATIENCE_S at most."""
-        since, delay = time.monotonic(), 0.05
+        """Repeat an idempotent call until the server answers, as long as patience lasts.
+
+        Raises:
+            BrokerError: it is at its end, or waiting would not help.
+        """
+        wait = self.patience.begin(what)
         while True:
             try:
-                return await in_time(call())
+                result = await in_time(call())
             except ResponseError as error:
-                if "FENCED" in str(error):
-                    raise FencedError(
-                        f"another learner has taken over run {self.run}; this one stops"
-                    ) from None
-                if "NOGROUP" in str(error) or "no such key" in str(error):
-                    self.disconnects += 1  # the streams are gone: this server was emptied
-                    await self._recreate_streams()
-                elif isinstance(error, OutOfMemoryError):
-                    self._wait_for_server(what, since, "its memory is full; raise maxmemory", error)
-                elif "LOADING" not in str(error):
-                    raise
+                pause = await self._after_refusal(error, wait)
             except _LOST as error:
                 self.disconnects += 1
-                self._wait_for_server(what, since, "it does not answer", error)
-            await asyncio.sleep(delay)
-            delay = min(delay * 2, 2.0)
+                stranger = isinstance(error, AuthenticationError)
+                why = "it refuses the credentials" if stranger else "it does not answer"
+                pause = wait.again(why, error)
+            else:
+                wait.over()
+                return result
+            await asyncio.sleep(pause)
 
-    def _wait_for_server(self, what: str, since: float, why: str, error: Exception) -> None:
-        """Say what is waited for; an error once patience is at its end."""
-        waited = time.monotonic() - since
-        if waited > PATIENCE_S:
-            raise BrokerError(
-                f"waited {waited:.0f} s for the server ({what}): {why} ({error})"
-            ) from None
-        log.warning("waiting for the server", what=what, why=why, since_s=round(waited, 1),
-                    error=str(error))  # fmt: skip
+    async def _after_refusal(self, error: ResponseError, wait: Wait) -> float:
+        """Seconds to wait where a refusal may pass; any other is raised."""
+        said = str(error)
+        if "FENCED" in said:
+            raise FencedError(
+                f"another learner has taken over run {self.run}; this one stops. If there is "
+                "none, the run directory is older than the server: restore its timeline.json, or "
+                "choose another run.name"
+            )
+        if is_forbidden(error):
+            raise forbidden(self.where, error)
+        if "NOGROUP" in said or "no such key" in said:
+            self.disconnects += 1
+            await self._recreate_streams()
+            return wait.again("its streams are gone: it was emptied", error)
+        if isinstance(error, OutOfMemoryError):
+            return wait.again("its memory is full; raise redis.maxmemory_mib, or maxmemory of a "
+                              "server of your own", error)  # fmt: skip
+        if said.startswith("MISCONF"):
+            return wait.again("it cannot write to its disk", error)
+        raise error
 
     async def _recreate_streams(self) -> None:
         with contextlib.suppress(*_LOST):  # the call that is repeated will find it out
@@ -183,7 +209,7 @@ class Broker:
             reply = await self.client.xreadgroup(
                 "workers", consumer, {key: ">"}, count=count, block=min(block_ms, 4000)
             )
-            return _entries(reply)
+            return _entries(reply, consumer)
 
         result: list[Entry] = await self.persist(read, f"reading {stream}")
         return result
@@ -193,9 +219,10 @@ class Broker:
         seen = self.disconnects
         if self._read_at.get(stream, -1) == seen:
             return []
-        reply = await self.client.xreadgroup("workers", consumer, {self.key(stream): "0"})
+        # not XREADGROUP, which would count every look as a delivery
+        reply = await self._scripts["held"](keys=[self.key(stream)], args=[consumer])
         self._read_at[stream] = seen
-        return _entries(reply)
+        return [_entry(item, consumer) for item in reply]
 
     async def claim_prompts(self, version: str, consumer: str, count: int) -> list[Entry]:
         """Prompts for a generator that holds the published version; none for any other."""
@@ -205,8 +232,9 @@ class Broker:
         if pending:
             return pending
         keys = [self.key("published"), self.key(PROMPTS)]
-        reply = await self.script("claim", keys, [version, consumer, count])
-        return [Entry(item[0].decode(), _field(item[1])) for item in reply or []]
+        groups = self.key("group", "")
+        reply = await self.script("claim", keys, [version, consumer, count, groups])
+        return [_entry(item, consumer) for item in reply or []]
 
     async def unclaimed(self) -> set[str]:
         """Groups whose prompts nobody has claimed, as of about now."""
@@ -218,7 +246,7 @@ class Broker:
                 raise ResponseError(f"NOGROUP of {key}")
             last = groups[0]["last-delivered-id"].decode()
             waiting: Any = await self.client.xrange(key, min=f"({last}")
-            return {fields[b"g"].decode() for _, fields in waiting if b"g" in fields}
+            return {_entry(item, "").group for item in waiting if b"g" in item[1]}
 
         found: set[str] = await self.persist(read, "looking for unclaimed prompts")
         return found
@@ -228,7 +256,7 @@ class Broker:
         reply = await self.script(
             "reclaim", [self.key(stream)], [consumer, self.key("lease", ""), count]
         )
-        return [Entry(item[0].decode(), _field(item[1])) for item in reply or []]
+        return [_entry(item, consumer) for item in reply or []]
 
     async def advance(
         self,
@@ -246,18 +274,31 @@ class Broker:
         """
         source, target = (PROMPTS, ROLLOUTS) if step[1] == "generated" else (ROLLOUTS, VERDICTS)
         keys = [self.key("group", group), self.key(source), self.key(target)]
-        reply = await self.script("advance", keys, [entry, consumer, attempt, *step, record])
+        args = [entry, consumer, attempt, *step, record, group]
+        reply = await self.script("advance", keys, args)
         return int(reply) == 1
 
-    async def release(self, stream: str, entry: str, consumer: str) -> None:
-        """Give a claim back for another worker."""
-        await self.script("release", [self.key(stream)], [entry, consumer])
+    async def release(self, stream: str, entry: str, consumer: str) -> bool:
+        """Give a claim back for another worker; False if it is another's already."""
+        return int(await self.script("release", [self.key(stream)], [entry, consumer])) == 1
 
     async def bury(self, stream: str, entry: Entry, reason: str) -> None:
-        """Move an entry that cannot be read to the dead letters."""
-        log.error("dead letter", stream=stream, entry=entry.id, reason=reason)
-        args = [entry.id, reason, stream, entry.data]
-        await self.script("bury", [self.key(stream), self.key("dead")], args)
+        """Move an entry that cannot be worked on to the dead letters.
+
+        Its group, where it names one, fails with the reason: the learner tries it again, under
+        its budget. Nothing happens if the entry is another worker's by now.
+        """
+        log.error("dead letter", stream=stream, entry=entry.id, group=entry.group, reason=reason)
+        key, group = self.key, entry.group
+        current = await self.persist(
+            lambda: self.client.hget(key("group", group), "attempt"), "burying"
+        )
+        attempt = (current or b"").decode(errors="replace")
+        failure = _failure(stream, entry, attempt, reason)
+        target, waiting = FAILURE_TO[stream], STATE_BEFORE[stream]
+        keys = [key(stream), key("dead"), key("group", group), key(target)]
+        args = [entry.id, entry.owner, stream, reason, waiting, attempt, STATE_BEFORE[target]]
+        await self.script("bury", keys, [*args, failure, group])
 
     # --- payloads -------------------------------------------------------------------------------
 
@@ -271,7 +312,7 @@ class Broker:
         current = await self.persist(
             lambda: self.client.hget(self.key("group", group), "attempt"), "asking for an attempt"
         )
-        return current is not None and int(current) == attempt
+        return bool(current == str(attempt).encode())
 
     async def have_samples(self, group: str, attempt: int, count: int) -> list[bool]:
         """Which payloads of a group are there already."""
@@ -292,6 +333,11 @@ class Broker:
         )
         return payloads
 
+    async def discard_samples(self, group: str, attempt: int, indices: list[int]) -> None:
+        """Forget payloads that are of no use, so that they are made again."""
+        keys = [self.key("sample", group, attempt, index) for index in indices]
+        await self.persist(lambda: self.client.unlink(*keys), "discarding samples")
+
     async def get_prompt(self, group: str) -> bytes | None:
         """The prompt record of a group that is alive."""
         data: bytes | None = await self.persist(
@@ -304,9 +350,10 @@ class Broker:
 
         An empty version withdraws what is published, so that nobody claims until the next one.
         """
+        self.fence = fence
         keys = [self.key("fence"), self.key("published"), self.key(PROMPTS)]
         waiting = await self.script("publish", keys, [fence, version])
-        return [gid.decode() for gid in waiting]
+        return [gid[:NAME_BYTES].decode(errors="replace") for gid in waiting]
 
     async def published(self) -> str | None:
         """The published version as the server knows it; None if there is none."""
@@ -319,7 +366,9 @@ class Broker:
 
     async def say(self, message: Message) -> None:
         """Learner: speak on the control stream. Saying a thing twice is harmless."""
-        await self.script("say", [self.key("control")], [dumps(message)])
+        await self.script(
+            "say", [self.key("fence"), self.key("control")], [self.fence, dumps(message)]
+        )
 
     async def hear(self, after: str, block_ms: int) -> tuple[str, list[Message]]:
         """Member: what was said after the entry `after`; returns the new place in the stream.
@@ -333,8 +382,8 @@ class Broker:
                 last: Any = await self.client.xrevrange(key, count=1)
                 return (last[0][0].decode() if last else "0-0"), []
             reply = await self.client.xread({key: after}, block=min(block_ms, 4000))
-            entries = _entries(reply)
-            return entries[-1].id if entries else after, [loads(e.data) for e in entries]
+            entries = _entries(reply, "")
+            return entries[-1].id if entries else after, list(_readable(entries))
 
         heard: tuple[str, list[Message]] = await self.persist(read, "listening")
         return heard
@@ -345,22 +394,28 @@ class Broker:
     async def answers(self, round_id: str) -> dict[str, Reply]:
         key = self.key("round", round_id)
         raw = await self.persist(lambda: self.client.hgetall(key), "reading answers")
-        return {name.decode(): _reply(data) for name, data in raw.items()}
+        return {name.decode(errors="replace"): _reply(data) for name, data in raw.items()}
 
     # --- status and the end ---------------------------------------------------------------------
 
     async def report(self, member: str, status: dict[str, Any]) -> None:
         """Best effort: a member's figures for `dapo status`, and nothing depends on them."""
         with contextlib.suppress(*_LOST, ResponseError):
-            await in_time(self.client.hset(self.key("status"), member, json.dumps(status)))
+            arguments = [member, json.dumps(status)]
+            await in_time(self._scripts["report"](keys=[self.key("status")], args=arguments))
 
     async def reports(self) -> dict[str, dict[str, Any]]:
         raw = await self.persist(lambda: self.client.hgetall(self.key("status")), "status")
-        return {name.decode(): json.loads(data) for name, data in raw.items()}
+        return _objects(raw)
 
     async def end(self, reason: str) -> None:
         """Tell every role that the run is over."""
-        await self.persist(lambda: self.client.set(self.key("ended"), reason), "ending the run")
+        await self.script("end", [self.key("fence"), self.key("ended")], [self.fence, reason])
+
+    async def forget_end(self) -> None:
+        """A run that goes on after its end is not over any more."""
+        key = self.key("ended")
+        await self.persist(lambda: self.client.delete(key), "taking the end back")
 
     async def ended(self) -> str | None:
         """Why the run is over; None while it is not."""
@@ -374,7 +429,8 @@ class Broker:
     @contextlib.asynccontextmanager
     async def lease(self, role: str, consumer: str, info: dict[str, Any]) -> AsyncIterator[None]:
         """Hold a lease while the block runs; a task renews it three times in its life."""
-        value = json.dumps({"role": role, "pid": os.getpid(), **info})
+        own = {"role": role, "pid": os.getpid(), "lease_s": self.lease_s}
+        value = json.dumps(own | info)
         key = self.key("lease", consumer)
         await self._renew(key, value)
         task = asyncio.create_task(self._keep(key, value), name=f"lease {consumer}")
@@ -393,25 +449,23 @@ class Broker:
             await self._renew(key, value)
 
     async def _renew(self, key: str, value: str) -> None:
-        """PEXPIRE works on a full server; SET is needed only where the lease is gone."""
-        ms = int(self.lease_s * 1000)
+        arguments = [value, str(int(self.lease_s * 1000))]
         try:
-            if not await in_time(self.client.pexpire(key, ms)):
-                await in_time(self.client.set(key, value, px=ms))
+            await in_time(self._scripts["lease"](keys=[key], args=arguments))
         except (*_LOST, ResponseError) as error:
             log.warning("lease not renewed", key=key, error=str(error))
 
-    async def members(self, role: str) -> dict[str, dict[str, Any]]:
-        """Living members of a role, by consumer name."""
+    async def members(self, role: str | None = None) -> dict[str, dict[str, Any]]:
+        """Living members of a role, or of all, by consumer name."""
 
         async def scan() -> dict[str, dict[str, Any]]:
             prefix = self.key("lease", "")
-            found = {}
-            async for key in self.client.scan_iter(match=_escape(prefix) + "*", count=200):
-                value = await self.client.get(key)
-                if value and (info := json.loads(value)).get("role") == role:
-                    found[key.decode().removeprefix(prefix)] = info
-            return found
+            pattern = _escape(prefix) + "*"
+            keys = [key async for key in self.client.scan_iter(match=pattern, count=200)]
+            values = await self.client.mget(keys) if keys else []
+            names = (key.removeprefix(prefix.encode()) for key in keys)
+            members = _objects(dict(zip(names, values, strict=True))).items()
+            return {name: info for name, info in members if role in (None, info.get("role"))}
 
         result: dict[str, dict[str, Any]] = await self.persist(scan, "listing members")
         return result
@@ -430,39 +484,61 @@ async def in_time(call: Awaitable[Any]) -> Any:
         raise TimeoutError(f"no answer within {SOCKET_TIMEOUT_S:g} s") from None
 
 
-def address(url: str) -> str:
-    """host:port of an address, without the credentials."""
-    parts = urlsplit(url)
-    return f"{parts.hostname or 'localhost'}:{parts.port or 6379}"
-
-
-def password_help(where: str, error: Exception) -> str:
-    return (
-        f"the server at {where} refuses the credentials ({error}); put the password into the "
-        "variable DAPO_REDIS_PASSWORD or a file named by redis.password_file"
-    )
+def _failure(stream: str, entry: Entry, attempt: str, reason: str) -> bytes:
+    """What the next worker gets of a group whose entry is a dead letter; nothing if no group can
+    have that name, or the server does not know it."""
+    try:
+        ids = (entry.group, ordinal_of(entry.group), int(attempt))
+    except (MessageError, ValueError):
+        return b""
+    reason = f"dead letter: {reason[:300]}"
+    if stream == PROMPTS:
+        return encode(Rollout(*ids, entry.owner, reason))
+    return encode(Verdict(*ids, ids[1] < 0, "failed", reason, [], entry.owner))
 
 
 def _source(name: str) -> str:
     return (resources.files("common") / "scripts" / f"{name}.lua").read_text()
 
 
-def _entries(reply: Any) -> list[Entry]:
+def _entries(reply: Any, owner: str) -> list[Entry]:
     """Entries of one stream; those deleted while pending come with empty fields and are left."""
     batches = reply.values() if isinstance(reply, dict) else [b for _, b in reply or []]
     flat: list[Any] = []
     for batch in batches:
         # RESP3 wraps the entries of a stream once more
         flat += batch[0] if batch and isinstance(batch[0], list) else batch
-    return [Entry(id_.decode(), _field(fields)) for id_, fields in flat if fields]
+    return [_entry(item, owner) for item in flat if item[1]]
 
 
-def _field(fields: Any) -> bytes:
+def _entry(item: Any, owner: str) -> Entry:
+    """An entry out of (id, fields) or (id, fields, deliveries)."""
+    id_, fields, *count = item
     pairs = (
         fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
     )
-    value = pairs.get(b"r", b"")
-    return value if isinstance(value, bytes) else b""
+    data, group = pairs.get(b"r", b""), pairs.get(b"g", b"")[:NAME_BYTES]
+    return Entry(id_.decode(), data, group.decode(errors="replace"), owner, *map(int, count))
+
+
+def _readable(entries: list[Entry]) -> Iterator[Message]:
+    """What was said on the control stream. What cannot be read is no message: everyone hears it,
+    so it is nobody's to bury."""
+    for entry in entries:
+        try:
+            yield loads(entry.data)
+        except MessageError as error:
+            log.error("unreadable message", entry=entry.id, reason=str(error))
+
+
+def _objects(records: dict[bytes, Any]) -> dict[str, dict[str, Any]]:
+    """Records that are JSON objects, by name; anything else is left out."""
+    found = {}
+    for name, data in records.items():
+        with contextlib.suppress(ValueError):
+            if data and isinstance(record := json.loads(data), dict):
+                found[name.decode(errors="replace")] = record
+    return found
 
 
 def _reply(data: bytes) -> Reply:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from common import data_cli, doctor_cli, eval_cli, rollouts_cli, simulate_cli, status_cli
 from common.config import Config, dump_toml, load_config
 from common.errors import ERROR_MARK, DapoError
 
@@ -19,6 +20,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+app.add_typer(data_cli.app)
+app.command("eval")(eval_cli.evaluate)
+app.command("status")(status_cli.status)
+app.command("rollouts")(rollouts_cli.rollouts)
+app.command("doctor")(doctor_cli.doctor)
+app.command("simulate")(simulate_cli.simulate)
+app.command("examiner", hidden=True)(eval_cli.examiner)
 
 Recipe = Annotated[Path, typer.Argument(help="TOML file; see deploy/recipes/.", show_default=False)]
 Run = Annotated[Path, typer.Argument(help="Run directory, such as runs/latest.")]
@@ -39,7 +47,7 @@ def run(
     recipe: Recipe,
     set_: Sets = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved configuration and stop.")
+        bool, typer.Option("--dry-run", help="Print configuration and checks, and stop.")
     ] = False,
 ) -> None:
     """Run every role of RECIPE on this machine, with an embedded server if it names none.
@@ -49,8 +57,11 @@ def run(
     config = _load(recipe, set_)
     if dry_run:
         from common.checks import dry_run_text
+        from common.presets import comparison_text
 
         typer.echo(dump_toml(config))
+        if comparison := comparison_text(config):
+            typer.echo(f"{comparison}\n")
         typer.echo(dry_run_text(config))
         return
     from common.run import run_all
@@ -67,11 +78,19 @@ def learner(recipe: Recipe, set_: Sets = None) -> None:
 
 
 @app.command()
-def generator(recipe: Recipe, set_: Sets = None) -> None:
-    """Start one generator. Any number may join and leave while the run goes on."""
+def generator(
+    recipe: Recipe,
+    set_: Sets = None,
+    frozen: Annotated[str | None, typer.Option("--frozen", hidden=True)] = None,
+) -> None:
+    """Start one generator. Any number may join and leave while the run goes on.
+
+    With generator.engine=simulated it only pretends to generate: to rehearse a deployment.
+    """
+    from common.messages import Version
     from generator.main import main as start
 
-    start(_load(recipe, set_))
+    start(_load(recipe, set_), Version.parse(frozen) if frozen else None)
 
 
 @app.command()
@@ -84,13 +103,17 @@ def verifier(recipe: Recipe, set_: Sets = None) -> None:
 
 @app.command()
 def model(recipe: Recipe, set_: Sets = None) -> None:
-    """Make the base model and the data files that RECIPE names in [base], if they are missing."""
-    from common.startup import base_dir
+    """Make the model and the data files that RECIPE names in [base], if they are missing.
+
+    Without [base] it only looks whether the model is where RECIPE says.
+    """
+    from common.startup import require_model
     from learner.base import make_base
 
     config = _load(recipe, set_)
-    make_base(config, typer.echo)
-    typer.echo(f"ready: {base_dir(config)}")
+    if config.base is not None:
+        make_base(config, typer.echo)
+    typer.echo(f"ready: {require_model(config)}")
 
 
 @app.command()
@@ -110,11 +133,40 @@ def audit(
 
 
 @app.command()
+def dead(
+    target: Annotated[str, typer.Argument(help="Run directory, or redis:// address of a server.")],
+    action: Annotated[str, typer.Argument(help="list or requeue.")] = "list",
+    ids: Annotated[list[str] | None, typer.Argument(help="Letters to requeue.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Requeue every letter.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+) -> None:
+    """List the dead letters of a run, or put them back on their streams.
+
+    An entry that no worker could read or survive is a dead letter; its group was failed and tried
+    again at once. One that is put back is worked on if its group still waits for it.
+    """
+    import json
+
+    from common.dead import DeadLetters, as_dicts, as_text
+    from common.errors import ConfigError
+
+    if action not in ("list", "requeue") or (action == "requeue") != bool(ids or all_):
+        raise ConfigError("write `dapo dead RUN list`, or `requeue` with ids or --all")
+    with DeadLetters.at(target) as letters:
+        found = letters.read()
+        if action == "list":
+            typer.echo(json.dumps(as_dicts(found), indent=2) if json_ else as_text(found))
+            return
+        count = letters.requeue([letter.id for letter in found] if all_ else ids or [])
+        typer.echo(json.dumps({"requeued": count}) if json_ else f"{count} put back")
+
+
+@app.command()
 def report(run: Run) -> None:
-    """Write RUN/report/: summary.json, a table, and curves as PNG."""
+    """Write RUN/report/: a page to read (index.html), summary.json, a table, curves as PNG."""
     from common.report import write_report
 
-    typer.echo(f"report: {write_report(run.resolve())}")
+    typer.echo(f"report: {write_report(run.resolve()) / 'index.html'}")
 
 
 @app.command()
@@ -164,13 +216,13 @@ def verify(
 
 
 def main(*command: str) -> None:
-    """Run the command line; what a person can mend is one line and status 2, no traceback."""
+    """Run the command line; what a person can mend is one line and its status, no traceback."""
     try:
         app([*command, *sys.argv[1:]] if command else None, standalone_mode=True)
     except DapoError as error:
         sys.stdout.flush()
         print(f"{ERROR_MARK}{error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(error.status) from None
 
 
 if __name__ == "__main__":

@@ -16,20 +16,24 @@ from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
+from common.address import holds_password
+from common.algorithm import AlgorithmSection
 from common.errors import ConfigError
+from common.order import shares
 from common.sections import (
     AdmissionSection,
-    AlgorithmSection,
     ArithmeticBase,
     CheckpointSection,
     DataSection,
     EvalSection,
     GeneratorSection,
     LearnerSection,
+    MetricsSection,
     ModelSection,
     PublishSection,
     RedisSection,
     RewardSection,
+    RolloutsSection,
     RunSection,
     SamplingSection,
     Section,
@@ -54,11 +58,17 @@ class Config(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     redis: RedisSection = RedisSection()
+    rollouts: RolloutsSection = RolloutsSection()
+    metrics: MetricsSection = MetricsSection()
 
     @model_validator(mode="after")
     def check_effects(self) -> Config:
         """Refuse keys that have no effect in the chosen mode, and values that contradict."""
-        _require_divisible(self)
+        self.algorithm.require_consistent()
+        _require_lengths(self)
+        _require_schedule(self)
+        _require_weights(self.data)
+        _require_no_secret(self.redis)
         for section, key, why in _ineffective(self):
             if key in getattr(self, section).model_fields_set:
                 raise ValueError(f"{section}.{key} has no effect {why}; leave it out")
@@ -79,19 +89,18 @@ class Config(Section):
         return int(self.redis.max_message_mib * 2**20)
 
     @property
+    def loss_constant(self) -> float:
+        """Denominator per response of the aggregation `constant`."""
+        return self.algorithm.loss_constant or float(self.sampling.max_tokens)
+
+    @property
     def probe_tolerance(self) -> float:
         default = 1e-3 if self.model.dtype == "float32" else 0.05
         return self.publish.probe_tolerance or default
 
 
-def _require_divisible(config: Config) -> None:
-    algorithm, sampling = config.algorithm, config.sampling
-    if algorithm.groups_per_batch % algorithm.updates_per_batch:
-        raise ValueError(
-            f"algorithm.groups_per_batch = {algorithm.groups_per_batch} does not divide into "
-            f"algorithm.updates_per_batch = {algorithm.updates_per_batch} equal mini-batches; "
-            "choose a multiple"
-        )
+def _require_lengths(config: Config) -> None:
+    sampling = config.sampling
     if config.max_prompt_tokens < 1:
         raise ValueError(
             f"sampling.max_tokens = {sampling.max_tokens} leaves no room for a prompt in "
@@ -102,24 +111,96 @@ def _require_divisible(config: Config) -> None:
             f"reward.overlong_cache = {config.reward.overlong_cache} is longer than "
             f"sampling.max_tokens = {sampling.max_tokens}; lower it"
         )
+    if config.generator.engine == "simulated" and config.publish.backend == "nccl":
+        raise ValueError(
+            "publish.backend = nccl needs a GPU at both ends, and generator.engine = simulated "
+            "has none; set auto or gloo"
+        )
     if isinstance(config.base, ArithmeticBase) and config.base.terms_min > config.base.terms_max:
         raise ValueError("base.terms_min is above base.terms_max; swap them")
 
 
+def _require_schedule(config: Config) -> None:
+    learner, batches = config.learner, config.run.batches
+    if learner.schedule != "constant" and 0 < batches <= learner.warmup_batches:
+        raise ValueError(
+            f"learner.schedule = {learner.schedule} never begins: learner.warmup_batches = "
+            f"{learner.warmup_batches} covers all of run.batches = {batches}; shorten the warm-up"
+        )
+
+
+def _require_weights(data: DataSection) -> None:
+    if data.weights is None:
+        return
+    if len(data.weights) != len(data.train):
+        raise ValueError(
+            f"data.weights has {len(data.weights)} values for {len(data.train)} files in "
+            "data.train; give one for each"
+        )
+    try:
+        shares(data.weights)
+    except ValueError as error:
+        raise ValueError(f"data.weights: {error}") from None
+
+
+def _require_no_secret(redis: RedisSection) -> None:
+    """The recipe is kept in the run directory, and `--set` is there for `ps` to see."""
+    if redis.url is not None and holds_password(redis.url):
+        raise ValueError(
+            "redis.url names a password; leave it out there and put it into the variable "
+            "DAPO_REDIS_PASSWORD or a file named by redis.password_file"
+        )
+    if (redis.cert_file is None) != (redis.key_file is None):
+        raise ValueError("redis.cert_file and redis.key_file go together; set both")
+
+
 def _ineffective(config: Config) -> list[tuple[str, str, str]]:
     """(section, key, why) of every key that the chosen mode ignores."""
-    rows: list[tuple[str, str, str]] = []
-    if config.algorithm.updates_per_batch == 1:
-        rows.append(("algorithm", "importance_cap", "with algorithm.updates_per_batch = 1"))
+    rows = [("algorithm", key, why) for key, why in config.algorithm.ineffective()]
+    if config.learner.schedule == "constant":
+        rows.append(("learner", "min_learning_rate_ratio", "with learner.schedule = constant"))
+    if config.admission.max_staleness == 0 and config.admission.oversample == 1:
+        why = "with admission.max_staleness = 0 and oversample = 1: nothing can be overtaken"
+        rows.append(("admission", "policy", why))
+    if not config.algorithm.dynamic_sampling:
+        rows.append(("admission", "give_up_after", "without algorithm.dynamic_sampling"))
     if config.reward.overlong_cache == 0:
         rows.append(("reward", "overlong_factor", "with reward.overlong_cache = 0"))
+    if config.data.weights is not None and len(config.data.train) == 1:
+        rows.append(("data", "weights", "with one file in data.train"))
     if config.data.heldout is None:
         rows += [("eval", key, "without data.heldout") for key in EvalSection.model_fields]
-    if config.redis.url is None:
-        rows.append(("redis", "password_file", "without redis.url"))
-    else:
-        rows.append(("redis", "port", "with redis.url: write the port into the address"))
+    if config.rollouts.per_batch == 0:
+        rows.append(("rollouts", "max_mib", "with rollouts.per_batch = 0"))
+    if config.metrics.port is None:
+        rows.append(("metrics", "host", "without metrics.port"))
+    rows += _of_the_other_engine(config)
+    return [*rows, *_of_the_other_server(config.redis)]
+
+
+def _of_the_other_server(redis: RedisSection) -> list[tuple[str, str, str]]:
+    """Keys that the embedded server, or one of your own, ignores."""
+    certificates = ["ca_file", "cert_file", "key_file"]
+    if redis.url is None:
+        return [("redis", key, "without redis.url") for key in ("password_file", *certificates)]
+    rows = [
+        ("redis", "port", "with redis.url: write the port into the address"),
+        ("redis", "maxmemory_mib", "with redis.url: set maxmemory of the server"),
+    ]
+    if not redis.url.startswith("rediss:"):
+        rows += [("redis", key, "where redis.url is not rediss://") for key in certificates]
     return rows
+
+
+def _of_the_other_engine(config: Config) -> list[tuple[str, str, str]]:
+    """Keys that the chosen kind of engine ignores."""
+    why = f"with generator.engine = {config.generator.engine}"
+    if config.generator.engine == "vllm":
+        own = [key for key in GeneratorSection.model_fields if key.startswith("simulated_")]
+        return [("generator", key, why) for key in own]
+    keys = ["tensor_parallel", "kv_cache_gib", "gpu_memory_utilization", "enforce_eager"]
+    rows = [("generator", key, why) for key in (*keys, "keep_kv_cache")]
+    return [*rows, ("publish", "probe_tolerance", why)]
 
 
 def load_config(path: Path, overrides: list[str] | None = None) -> Config:
@@ -129,15 +210,23 @@ def load_config(path: Path, overrides: list[str] | None = None) -> Config:
         ConfigError: the file is missing or no TOML, a key is unknown or without effect, or a
             value is out of range; the message names the key and what to do.
     """
+    return parse_config(read_tree(path, overrides), str(path))
+
+
+def read_tree(path: Path | None, overrides: list[str] | None = None) -> dict[str, Any]:
+    """The sections of a recipe with the overrides laid over them, not yet validated.
+
+    Without a path, the overrides alone.
+    """
     try:
-        tree = tomllib.loads(path.read_text())
+        tree = tomllib.loads(path.read_text()) if path else {}
     except FileNotFoundError:
         raise ConfigError(f"recipe {path} does not exist; see deploy/recipes/") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"recipe {path} cannot be read: {error}") from None
     for override in overrides or []:
         _apply(tree, override)
-    return parse_config(tree, str(path))
+    return tree
 
 
 def parse_config(tree: dict[str, Any], where: str) -> Config:

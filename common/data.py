@@ -1,13 +1,12 @@
-"""Problems: JSONL rows, the prompt template, and which ordinal is which problem.
+"""Problems as the engine gets them: rows of data files, put into the template and tokenised.
 
-Ordinal to row is a pure function of seed and data: epoch after epoch, each shuffled anew. A
-prompt whose group was lost or failed comes back under an ordinal of its own, `recycled(o)`,
-from which its row follows by the same function.
+What cannot be trained on is refused or left out before a run starts, and never silently:
+`common/problem_files.py` reads the files, `common/order.py` says which ordinal is which row.
 """
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,145 +16,113 @@ import numpy as np
 import numpy.typing as npt
 
 from common.errors import DataError
-from verifier import registry
-from verifier.math_answer import GoldError, normalise_gold
+from common.golds import read_gold
+from common.log import get_logger
+from common.problem_files import Problem, read_problems
+from common.template import render
+from verifier.math_answer import GoldError
+from verifier.registry import UnknownChecker
 
-STRICT_GOLDS = ("math", "math_dapo_compat")
-"""Checkers whose golds must be numbers that the strict checker can read."""
-
-RECYCLE = 1 << 40
-"""Ordinals below are the sequence of the data; each multiple above is one more return."""
-
-DAPO_TEMPLATE = (
-    "Solve the following math problem step by step. The last line of your response should be of "
-    "the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
-    '{prompt}\n\nRemember to put your answer on its own line after "Answer:".'
-)
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One problem, ready for the engine."""
+    """One problem, ready for the engine. `part` is the place of its file among those loaded."""
 
     text: str
     token_ids: npt.NDArray[np.int32]
     gold: str
     checker: str
     boxed: bool
+    part: int = 0
 
 
 def load_rows(
-    paths: Iterable[str], tokenizer: Any, template: str, max_tokens: int, checker: str, boxed: bool
-) -> list[Row]:
+    paths: Iterable[str], tokenizer: Any, template: str, max_tokens: int, checker: str, boxed: bool,
+    *, drop_long: bool = False,
+) -> list[Row]:  # fmt: skip
     """Read, check and tokenise problem files.
 
+    `checker` and `boxed` are for rows that do not say. A prompt of more than `max_tokens` is
+    refused, or with `drop_long` left out; the log says how many were. None is ever cut.
+
     Raises:
-        DataError: a file or a field is missing, a gold cannot be read, a prompt is too long; the
-            message names the file and the row.
+        DataError: a file or a field is missing, a gold cannot be read, a prompt is too long, or a
+            file has no row that can be used; the message names the file and the row.
     """
     rows: list[Row] = []
-    names = list(paths)
-    for name in names:
-        for where, item in _items(Path(name)):
-            gold = item.get("answer")
-            row_checker = item.get("checker", checker)
-            if not isinstance(item.get("prompt"), str) or not item["prompt"]:
-                raise DataError(f"{where} has no `prompt` text; add one or remove the row")
-            if not isinstance(row_checker, str) or not isinstance(item.get("boxed", boxed), bool):
-                raise DataError(f"{where}: `checker` must be a name and `boxed` true or false")
-            if gold is None or gold == "":
-                raise DataError(f"{where} has no gold: set `answer`, or remove the row")
-            if registry.get(row_checker).name in STRICT_GOLDS:
-                gold = _gold(gold, where)
-            text = render(item["prompt"], tokenizer, template)
-            ids = tokenizer.encode(text, add_special_tokens=template == "raw")
-            if not ids:
-                raise DataError(f"{where} has a prompt without a token; mend it or remove the row")
-            if len(ids) > max_tokens:
+    for part, name in enumerate(paths):
+        before, read, longest = len(rows), 0, 0
+        for problem in read_problems(Path(name)):
+            read += 1
+            row = _row(problem, part, tokenizer, template, checker, boxed)
+            length = len(row.token_ids)
+            if length <= max_tokens:
+                rows.append(row)
+            elif drop_long:
+                longest = max(longest, length)
+            else:
                 raise DataError(
-                    f"{where} has a prompt of {len(ids)} tokens; model.max_length leaves room for "
-                    f"{max_tokens} before the response; raise model.max_length or remove the row"
+                    f"{problem.where} has a prompt of {length} tokens; model.max_length leaves "
+                    f"room for {max_tokens} before the response; raise model.max_length or remove "
+                    "the row"
                 )
-            tokens = np.asarray(ids, dtype=np.int32)
-            rows.append(Row(text, tokens, str(gold), row_checker, item.get("boxed", boxed)))
-    if not rows:
-        raise DataError(f"no rows in {', '.join(names)}")
+        _tell_usable(name, read, len(rows) - before, longest, max_tokens)
     return rows
 
 
-def _items(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
-    try:
-        file = path.open(encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"data file {path} cannot be opened ({error.strerror})") from None
-    with file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"{path}, row {number}"
-            try:
-                item = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{where} is no JSON object: {error}") from None
-            if not isinstance(item, dict):
-                raise DataError(f"{where} is no JSON object")
-            yield where, item
+def _tell_usable(name: str, read: int, used: int, longest: int, max_tokens: int) -> None:
+    if not read:
+        raise DataError(f"no rows in {name}")
+    if not used:
+        raise DataError(
+            f"no row of {name} is short enough: model.max_length leaves room for {max_tokens} "
+            f"tokens of prompt, the longest has {longest}; raise model.max_length"
+        )
+    if used < read:
+        log.warning("prompts that are too long are left out", file=name, left_out=read - used,
+                    rows=read, longest=longest, room=max_tokens)  # fmt: skip
 
 
-def _gold(gold: Any, where: str) -> str:
+def _row(
+    problem: Problem, part: int, tokenizer: Any, template: str, checker: str, boxed: bool
+) -> Row:
+    where, name = problem.where, problem.checker or checker
+    if problem.gold is None:
+        raise DataError(f"{where} has no gold: set `answer`, or remove the row")
     try:
-        return normalise_gold(gold)
+        gold = read_gold(problem.gold, name)
+        text = render(problem.prompt, tokenizer, template)
     except GoldError as error:
         raise DataError(
             f"{where} has a gold that cannot be read: {error}; mend it, or name a `checker` that "
-            "can, such as math_verify"
+            "can, such as math_verify; `dapo data prepare` finds all such rows"
         ) from None
+    except (DataError, UnknownChecker) as error:
+        raise DataError(f"{where}: {error}") from None
+    ids = tokenizer.encode(text, add_special_tokens=template == "raw")
+    if not ids:
+        raise DataError(f"{where} has a prompt without a token; mend it or remove the row")
+    boxes = boxed if problem.boxed is None else problem.boxed
+    return Row(text, np.asarray(ids, dtype=np.int32), gold, name, boxes, part)
 
 
-def render(prompt: str, tokenizer: Any, template: str) -> str:
-    """The text that the model continues."""
-    if template == "raw":
-        return prompt
-    content = DAPO_TEMPLATE.format(prompt=prompt) if template == "dapo" else prompt
-    if not getattr(tokenizer, "chat_template", None):
+def require_distinct(rows: Iterable[Row], where: str) -> None:
+    """Refuse evaluation data that holds a problem several times.
+
+    Data sets such as AIME are handed around with each problem 32 times; sampled again, each would
+    count as many problems, and the standard error would be far too small.
+
+    Raises:
+        DataError: two rows have the same prompt, white space aside; the message names `where`.
+    """
+    counts = Counter(" ".join(row.text.split()) for row in rows)
+    repeats = sum(counts.values()) - len(counts)
+    if repeats:
+        often = max(counts.values())
         raise DataError(
-            f"data.template = {template!r} needs a chat template, and the tokenizer has none; "
-            'use data.template = "raw"'
+            f"{where} repeats its problems: {sum(counts.values())} rows, {len(counts)} distinct "
+            f"prompts, one of them {often} times; `dapo data prepare {where} --out NEW.jsonl` "
+            "keeps each once, and the number of samples per problem is a setting of its own"
         )
-    text: str = tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-    )
-    return text
-
-
-def recycled(ordinal: int) -> int:
-    """The ordinal under which the prompt of a lost group comes back."""
-    return ordinal + RECYCLE
-
-
-def base_ordinal(ordinal: int) -> int:
-    """The place in the sequence of the data."""
-    return ordinal % RECYCLE
-
-
-def generation(ordinal: int) -> int:
-    """How often the prompt has come back."""
-    return ordinal // RECYCLE
-
-
-class Sequence:
-    """The order of problems: `row(ordinal)` for a data set of `size` rows."""
-
-    def __init__(self, size: int, seed: int) -> None:
-        self.size, self.seed = size, seed
-        self._epochs: dict[int, npt.NDArray[np.int64]] = {}
-
-    def row(self, ordinal: int) -> int:
-        """Index of the row of an ordinal, in [0, size)."""
-        epoch, place = divmod(base_ordinal(ordinal), self.size)
-        if epoch not in self._epochs:
-            if len(self._epochs) > 3:
-                self._epochs.pop(min(self._epochs))
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.size)
-            self._epochs[epoch] = order
-        return int(self._epochs[epoch][place])

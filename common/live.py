@@ -19,6 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from common.audit import run_settings
+from common.diagnosis import diagnose, figures_of
+from common.display import show, span
 from common.errors import ConfigError
 from common.history import History, Row, column, number, usable
 from common.ledger import FATES
@@ -28,7 +30,6 @@ RECENT = 20
 MEMBERS_SHOWN = 4
 SILENT_S = 10.0
 """Age of a report from which a member is shown as silent."""
-DASH = "–"
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 Status = dict[str, Any]
@@ -110,7 +111,10 @@ class LiveView:
             return self._batch_line(row)
         if row["kind"] == "eval":
             accuracy, error = _of(row, "accuracy"), _of(row, "standard_error")
-            return f"evaluation {row['label']}: accuracy {accuracy} ± {error}"
+            files: dict[str, Row] = row.get("files") or {}
+            each = ", ".join(f"{name} {_of(found, 'accuracy')}" for name, found in files.items())
+            named = f" ({each})" if len(files) > 1 else ""
+            return f"evaluation {row['label']}: accuracy {accuracy} ± {error}{named}"
         if row.get("failed"):
             return f"weight round {row.get('round')} failed: {row['failed']}"
         now = int(number(row, "members") or 0)
@@ -163,7 +167,7 @@ class LiveView:
         if done >= (total or 1):
             eta = "all batches trained"
         else:
-            eta = f"{_span(left)} left" if left is not None else "time left not known yet"
+            eta = f"{span(left)} left" if left is not None else "time left not known yet"
         if status.get("ended"):
             eta = f"ended: {status['ended']}"
         table.add_row(f"batch {done} of {total or '?'}", bar, eta)
@@ -219,7 +223,7 @@ class LiveView:
         )
         broken = worst is not None and bound is not None and worst > bound
         figures = (("staleness_mean", "mean"), ("staleness_max", "worst"))
-        text = f"{_list(self._last, *figures)}, bound {_show(bound)}"
+        text = f"{_list(self._last, *figures)}, bound {show(bound)}"
         return Text(text, "bold red" if broken else "")
 
     def _rates(self, status: Status) -> str:
@@ -227,9 +231,9 @@ class LiveView:
         each, tokens = self._seconds_per_batch(), number(self._last, "tokens_trained")
         trained = round(tokens / each) if tokens and each else None
         if "reports" not in status:
-            return f"{_show(trained)} trained"
+            return f"{show(trained)} trained"
         made = sum(number(r, "tokens_per_second") or 0 for r in _living(status, "generator"))
-        return f"{made:,.0f} generated, {_show(trained)} trained"
+        return f"{made:,.0f} generated, {show(trained)} trained"
 
     def _fates(self, status: Status) -> Text:
         """Groups by fate, from the learner's report or else from its last batch."""
@@ -251,11 +255,15 @@ class LiveView:
         now = time.time()
         silent = now - (number(learner, "time") or now)
         if silent > SILENT_S:
-            return Text(f"the learner has not reported for {_span(silent)}", "bold red")
+            return Text(f"the learner has not reported for {span(silent)}", "bold red")
+        verdict = diagnose(figures_of(status, self._last))
+        if verdict.knob:
+            text = f"{verdict.verdict}: {verdict.figure}"
+            return Text(text, "yellow", overflow="ellipsis", no_wrap=True)
         waiting = learner.get("waiting_for")
         if not waiting:
             return Text("nothing is waited for", "dim")
-        since = f" (last batch {_span(now - self._last['time'])} ago)" if self._last else ""
+        since = f" (last batch {span(now - self._last['time'])} ago)" if self._last else ""
         return Text(f"waiting: {waiting}{since}", "yellow", overflow="ellipsis", no_wrap=True)
 
     def _batch_line(self, row: Row) -> str:
@@ -322,26 +330,9 @@ def _table(title: str) -> Table:
 
 
 def _of(row: Row | None, key: str) -> str:
-    return _show(number(row, key))
+    return show(number(row, key))
 
 
 def _list(row: Row | None, *figures: tuple[str, str]) -> str:
     """`0.4 all, 0.5 trained` of (key, name)."""
     return ", ".join(f"{_of(row, key)} {name}" for key, name in figures)
-
-
-def _show(value: float | None) -> str:
-    """A number in few characters."""
-    if value is None:
-        return DASH
-    if value == int(value) and abs(value) < 1e6:
-        return f"{int(value):,}"
-    if abs(value) < 1e-3:
-        return f"{value:.0e}"
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.0f}"
-
-
-def _span(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import structlog
+
+_errors = (0, 0.0, "")
 
 
 def get_logger(name: str) -> Any:
@@ -23,6 +26,7 @@ def configure(role: str, member: str, run: str, file: Path | None = None) -> Non
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
+        _remember_error,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),
     ]
@@ -43,3 +47,17 @@ def configure(role: str, member: str, run: str, file: Path | None = None) -> Non
     logging.basicConfig(level=logging.WARNING)
     for noisy in ("httpx", "urllib3", "transformers", "deepspeed", "DeepSpeed"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def errors_so_far() -> tuple[int, float, str]:
+    """How many errors this process has logged, and the time and the words of the last one."""
+    return _errors
+
+
+def _remember_error(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
+    global _errors
+    if event["level"] in ("error", "critical"):
+        details = (event[key] for key in ("why", "error", "reason") if event.get(key))
+        words = ": ".join(map(str, (event["event"], *details)))
+        _errors = (_errors[0] + 1, time.time(), words[:300])
+    return event

@@ -8,6 +8,7 @@ the bytes, the reader gets one typed error, `MessageError`, and never an object 
 from __future__ import annotations
 
 import dataclasses
+import math
 import reprlib
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,8 @@ from common.errors import MessageError
 
 SCHEMA = 1
 MAX_BYTES = 64 * 2**20
+MAX_SAMPLES = 2**16
+"""Samples of one group: more are no group but an attack."""
 
 
 class Version(NamedTuple):
@@ -55,6 +58,31 @@ class Span(NamedTuple):
     end: int
 
 
+def ordinal_of(group: str) -> int:
+    """The ordinal of the group of that name: problems of an evaluation are counted down from -1.
+
+    Raises:
+        MessageError: no group has such a name.
+    """
+    label, _, index = group.rpartition("-")
+    problem = label.startswith("e")
+    number = index if problem else group
+    if not (number.isascii() and number.isdigit() and len(number) < 19):
+        raise MessageError(f"no group is named {reprlib.repr(group)}")
+    return -1 - int(number) if problem else int(number)
+
+
+def _require_place(record: Prompt | Rollout | Verdict, evaluation: bool) -> None:
+    """One that says two things about its place would be taken for another group."""
+    if record.ordinal != ordinal_of(record.group) or evaluation != (record.ordinal < 0):
+        raise MessageError(
+            f"{record.KIND}: group {record.group}, ordinal {record.ordinal} and evaluation "
+            f"{evaluation} do not fit"
+        )
+    if record.attempt < 0:
+        raise MessageError(f"{record.KIND}: attempt {record.attempt} is below 0")
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Learner to generator: generate `samples` responses to one prompt.
@@ -81,6 +109,16 @@ class Prompt:
     checker: str
     boxed: bool
     text: str
+
+    def __post_init__(self) -> None:
+        _require_place(self, self.evaluation)
+        if not 1 <= self.samples <= MAX_SAMPLES:
+            raise MessageError(f"prompt: {self.samples} samples, not 1 to {MAX_SAMPLES}")
+        if self.max_tokens < 1:
+            raise MessageError(f"prompt: max_tokens is {self.max_tokens}")
+        if not (0 <= self.temperature < math.inf and 0 < self.top_p <= 1):
+            raise MessageError(f"prompt: temperature {self.temperature}, top_p {self.top_p}")
+        _require_tokens(self.KIND, self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +150,12 @@ class Sample:
             end = span.end
         if end != length:
             raise MessageError(f"sample: version spans cover {end} of {length} tokens")
+        _require_tokens(self.KIND, self.token_ids)
+
+
+def _require_tokens(kind: str, token_ids: npt.NDArray[np.int32]) -> None:
+    if token_ids.size and token_ids.min() < 0:
+        raise MessageError(f"{kind}: token {token_ids.min()} is below 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +170,17 @@ class Rollout:
     generator: str
     failure: str
 
+    def __post_init__(self) -> None:
+        _require_place(self, self.ordinal < 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The verdict on one sample, inside a `Verdict`."""
+    """The verdict on one sample, inside a `Verdict`.
+
+    `answer` is what was extracted in the checker's canonical spelling, so that equal answers can
+    be counted; empty if there is none, or in a record of before the field existed.
+    """
 
     KIND: ClassVar[str] = "judged"
 
@@ -143,6 +194,13 @@ class Judged:
     oldest: Version
     newest: Version
     generator: str
+    answer: str = ""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.reward) and math.isfinite(self.penalty) and self.length >= 0):
+            raise MessageError(
+                f"judged: reward {self.reward}, penalty {self.penalty}, length {self.length}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +217,9 @@ class Verdict:
     reason: str
     samples: list[Judged]
     verifier: str
+
+    def __post_init__(self) -> None:
+        _require_place(self, self.evaluation)
 
 
 Record = TypeVar("Record", Prompt, Sample, Rollout, Judged, Verdict)
@@ -213,9 +274,11 @@ def _build(kind: type[Record], values: Any) -> Record:
         )
     if values[1] != kind.KIND:
         raise MessageError(f"expected a {kind.KIND}, got a {reprlib.repr(values[1])}")
-    if len(values) != len(fields) + 2:
+    # a field with a default was added later: batch files of before may lack it
+    least = sum(field.default is dataclasses.MISSING for field in fields)
+    if not least <= len(values) - 2 <= len(fields):
         raise MessageError(f"a {kind.KIND} has {len(fields)} fields, not {len(values) - 2}")
-    read = [_read(kind, f.name, str(f.type), v) for f, v in zip(fields, values[2:], strict=True)]
+    read = [_read(kind, f.name, str(f.type), v) for f, v in zip(fields, values[2:], strict=False)]
     return kind(*read)
 
 
@@ -263,8 +326,8 @@ def _one_of(value: Any, options: set[str]) -> str:
 
 def _tuple(kind: Any, value: Any) -> Any:
     numbers = [_exact(item, int) for item in _exact(value, list)]
-    if len(numbers) != len(kind._fields):
-        raise ValueError(f"expected {len(kind._fields)} integers, got {len(numbers)}")
+    if len(numbers) != len(kind._fields) or min(numbers) < 0:
+        raise ValueError(f"expected {len(kind._fields)} integers from 0 on")
     return kind(*numbers)
 
 

@@ -1,4 +1,5 @@
-"""The end report of a run directory: figures, a table and curves, with no server and no torch."""
+"""The end report of a run directory: figures, a table, curves and a page, with no server and no
+torch."""
 
 from __future__ import annotations
 
@@ -9,15 +10,14 @@ from typing import Any
 
 from common.audit import audit, run_settings
 from common.history import History, Row, finite, number, read_history
-
-DASH = "–"
+from common.report_tables import as_text
 
 
 def write_report(run_dir: Path) -> Path:
     """Write `report/` in the run directory, and return that folder.
 
-    summary.json (`summary`), report.txt, curves.png and accuracy.png; files of an earlier report
-    are replaced.
+    index.html (`common.report_page`), summary.json (`summary`), report.txt, curves.png and
+    accuracy.png; files of an earlier report are replaced.
 
     Raises:
         ConfigError: there is no such run directory, or its config.toml cannot be read.
@@ -25,6 +25,7 @@ def write_report(run_dir: Path) -> Path:
     """
     # matplotlib takes half a second to load, and only this needs it
     from common.curves import accuracy_figure, curves_figure, save
+    from common.report_page import page
 
     history = read_history(run_dir)
     figures = _summary(run_dir, history)
@@ -35,6 +36,7 @@ def write_report(run_dir: Path) -> Path:
     bound = figures["staleness_bound"]
     save(curves_figure(history, figures["run"], bound), folder / "curves.png")
     save(accuracy_figure(history, figures["run"]), folder / "accuracy.png")
+    (folder / "index.html").write_text(page(run_dir, history, figures), errors="replace")
     return folder
 
 
@@ -79,7 +81,11 @@ def _summary(run_dir: Path, history: History) -> dict[str, Any]:
 
 
 def _evaluation(row: Row) -> dict[str, Any]:
-    keys = ("label", "accuracy", "standard_error", "pass_at_k", "problems", "samples", "versions")
+    keys = (
+        *("label", "accuracy", "standard_error", "accuracy_interval", "pass_at_k", "pass_at"),
+        *("majority", "problems", "samples", "truncated_share", "no_answer_share", "versions"),
+        "files",
+    )
     return {"version": row["step"]} | {key: row.get(key) for key in keys}
 
 
@@ -163,107 +169,3 @@ def _mean(values: list[float]) -> float | None:
 
 def _rate(amount: float | None, seconds: float) -> float | None:
     return round(amount / seconds, 3) if amount is not None and seconds > 0 else None
-
-
-# --- the table ----------------------------------------------------------------------------------
-
-
-def as_text(figures: dict[str, Any]) -> str:
-    """The figures of `summary` as a table for reading."""
-    planned = figures["batches_planned"]
-    of = f" of {planned}" if planned is not None else ""
-    state = "complete" if figures["complete"] else "not complete"
-    head = f"Run {figures['run']}: {figures['batches']}{of} batches in {_span(figures['seconds'])}"
-    lines = [f"{head}, {state}"]
-    sections = [("Result", _result_rows(figures)), ("Groups", _group_rows(figures))]
-    if figures["batches"]:
-        sections.insert(1, ("Learning", _learning_rows(figures)))
-        sections += [("Policy versions", _version_rows(figures)), ("Time", _time_rows(figures))]
-    else:
-        lines.append("No batch has been trained yet: there is nothing to say about learning.")
-    for title, rows in sections:
-        lines += ["", title, *(f"  {name:<34}{value}" for name, value in rows)]
-    return "\n".join(lines) + "\n"
-
-
-def _result_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = []
-    for when in ("before", "after"):
-        accuracy = _show(figures[f"accuracy_{when}"])
-        error = figures[f"accuracy_{when}_error"]
-        rows.append((f"held-out accuracy {when}", accuracy + (f" ± {error:.3f}" if error else "")))
-    return rows
-
-
-def _learning_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    """First and last tenth of the run, side by side."""
-    names = {
-        "accuracy_per_batch": "accuracy before the filter",
-        "acceptance": "share of groups accepted",
-        "reward": "shaped reward",
-        "length": "response length, tokens",
-        "at_cap_share": "share at the cap",
-        "entropy": "entropy, nats",
-    }
-    rows = [("", "first and last tenth of the batches")]
-    for key, name in names.items():
-        first, last = figures[f"{key}_first"], figures[f"{key}_last"]
-        rows.append((name, f"{_show(first)} → {_show(last)}"))
-    lengths = f"{_show(figures['length_generated'])} / {_show(figures['length_trained'])}"
-    return [*rows, ("length, generated / trained", lengths)]
-
-
-def _group_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [(fate, f"{count:,}") for fate, count in figures["fates"].items()]
-    rows.append(("in flight", f"{figures['in_flight_groups']:,}"))
-    rows.append(("every group has one fate", "yes" if figures["balanced"] else "NO: dapo audit"))
-    least, most = figures["batch_groups_min"], figures["batch_groups_max"]
-    return [*rows, ("groups in a batch, least / most", f"{_show(least)} / {_show(most)}")]
-
-
-def _version_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    worst, bound = figures["max_staleness"], figures["staleness_bound"]
-    return [
-        ("staleness, worst / bound", f"{_show(worst)} / {_show(bound)}"),
-        ("samples of several versions", f"{figures['multi_version_samples']:,}"),
-        ("log-prob gap, worst batch mean", _show(figures["logprob_gap_mean_max"])),
-        ("log-prob gap, worst token", _show(figures["logprob_gap_max"])),
-        ("probe gap, worst round", _show(figures["probe_gap_max"])),
-    ]
-
-
-def _time_rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
-    phases = figures["phases_s"]
-    total = sum(phases.values()) or 1.0
-    rows = [
-        (f"seconds, {name}", f"{seconds:,.1f} ({seconds / total:.0%})")
-        for name, seconds in phases.items()
-    ]
-    rate = _show(figures["tokens_generated_per_second"])
-    rows.append(("tokens/s generated", rate))
-    rows.append(("tokens/s trained", _show(figures["tokens_trained_per_second"])))
-    rows.append(("tokens trained", f"{figures['tokens_trained']:,}"))
-    rows.append(("batches per hour", _show(figures["batches_per_hour"])))
-    made = figures["samples_by_generator"].items()
-    return rows + [(f"samples of {name}", f"{count:,}") for name, count in made]
-
-
-def _show(value: float | None) -> str:
-    """A number with the digits that matter."""
-    if value is None:
-        return DASH
-    if isinstance(value, int):
-        return f"{value:,}"
-    if value == 0:
-        return "0"
-    if abs(value) < 1e-3:
-        return f"{value:.1e}"
-    if abs(value) < 0.1:
-        return f"{value:.3g}"
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
-
-
-def _span(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

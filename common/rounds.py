@@ -15,17 +15,36 @@ back and is served in a later round.
 from __future__ import annotations
 
 import json
+import reprlib
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from common.errors import MessageError
+from common.messages import Version
+
+
+def _is_version(text: str) -> str:
+    try:
+        Version.parse(text)
+    except MessageError as error:
+        raise ValueError(str(error)) from None
+    return text
+
+
+VersionText = Annotated[str, AfterValidator(_is_version)]
+Count = Annotated[int, Field(ge=0)]
+_STRICT: Any = ConfigDict(extra="forbid", strict=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
     OP: ClassVar[str] = "call"
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     round: str
-    version: str
+    version: VersionText
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,27 +52,29 @@ class Go:
     """`ranks` gives each member the rank of its first worker; rank 0 is the learner."""
 
     OP: ClassVar[str] = "go"
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     round: str
-    version: str
+    version: VersionText
     prefix: str
     fresh: bool
     host: str
-    port: int
-    backend: str
-    world: int
-    ranks: dict[str, int]
-    manifest: list[tuple[str, list[int]]]
-    dtype: str
-    bucket_bytes: int
-    timeout_s: float
-    probe: list[int]
+    port: Count
+    backend: Literal["gloo", "nccl"]
+    world: Count
+    ranks: dict[str, Count]
+    manifest: list[tuple[str, list[Count]]]
+    dtype: Literal["float32", "bfloat16"]
+    bucket_bytes: Count
+    timeout_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    probe: list[Count]
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
     OP: ClassVar[str] = "publish"
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     round: str
-    version: str
+    version: VersionText
     members: list[str]
 
 
@@ -62,14 +83,23 @@ class Reply:
     """A member's answer; the later one replaces the earlier."""
 
     OP: ClassVar[str] = "reply"
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
     status: str
-    workers: int = 1
+    workers: Annotated[int, Field(ge=1)] = 1
     device: str = "cpu"
     error: str = ""
     probe: list[float] = field(default_factory=list)
 
 
 Message = Call | Go | Publish | Reply
+
+
+_OF_PEERS = ("weight broadcast failed", "did not form", "abandoned")
+
+
+def is_peers_fault(error: str) -> bool:
+    """Whether a member failed only because the round did: in the words of `common.transport`."""
+    return any(words in error for words in _OF_PEERS)
 
 
 def dumps(message: Message) -> str:
@@ -80,12 +110,20 @@ def loads(data: bytes | str) -> Message:
     """Inverse of `dumps`.
 
     Raises:
-        MessageError: the text is no such message.
+        MessageError: the text is no such message, or a field is of the wrong type.
     """
-    kinds: dict[str, Any] = {kind.OP: kind for kind in (Call, Go, Publish, Reply)}
     try:
         op, fields = json.loads(data)
-        message: Message = kinds[op](**fields)
-    except (ValueError, TypeError, KeyError) as error:
-        raise MessageError(f"no message of a weight round: {error!r}") from None
+        message: Message = _readers()[op].validate_json(json.dumps(fields))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise MessageError(f"no message of a weight round: {op}.{where}: {first['msg']}") from None
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise MessageError(f"no message of a weight round: {reprlib.repr(error)}") from None
     return message
+
+
+@cache
+def _readers() -> dict[str, TypeAdapter[Any]]:
+    return {kind.OP: TypeAdapter(kind) for kind in (Call, Go, Publish, Reply)}

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from common.checks import require_sound
 from common.config import Config
 from common.errors import DapoError
 from common.live import LiveView
@@ -35,6 +36,7 @@ def run_all(config: Config) -> bool:
     path = write_config(config)
     _prepare(config, path)
     require_model(config)
+    require_sound(config)
     link_latest(config.run_dir)
     supervisor = Supervisor(
         config, lambda text: console.print(text, style="yellow", soft_wrap=True)

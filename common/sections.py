@@ -7,9 +7,9 @@ which combinations make no sense.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -45,6 +45,8 @@ class RunSection(Section):
     """How often `dapo run` restarts one role within an hour before it gives up."""
     stall_s: float = Field(300.0, gt=0)
     """Seconds without any progress after which the log names the stage that is dead."""
+    preset: Literal["paper-32b", "verl-32b", "verl-7b-math"] | None = None
+    """Published run that the recipe follows; `--dry-run` shows key by key where it differs."""
 
 
 class ArithmeticBase(Section):
@@ -102,17 +104,31 @@ class ModelSection(Section):
     """Attention of the learner: flash_attention_2 on GPUs that have it, else sdpa."""
     max_length: int = Field(2048, ge=2)
     """Longest prompt plus response, in tokens."""
+    max_positions: int | None = Field(None, ge=2)
+    """Raises max_position_embeddings of the model, for learner, engine and export alike."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third slower."""
 
 
+Weight = Annotated[float, Field(gt=0)]
+
+
 class DataSection(Section):
     train: list[str]
-    """JSONL files with `prompt` and `answer`. `{base}` is the folder of [base]."""
-    heldout: str | None = None
-    """JSONL file of held-out problems for evaluation."""
+    """JSONL or parquet files of problems. `{base}` is the folder of [base]."""
+    weights: list[Weight] | None = None
+    """Share of each file of `train` in the prompts; none: every row equally often."""
+    heldout: list[str] | None = Field(None, min_length=1)
+    """File of held-out problems for evaluation, or a list: each is reported under its name."""
     template: Literal["raw", "dapo", "chat"] = "raw"
-    """raw: the text as it is; dapo: the paper's instruction, then chat; chat: the tokenizer's."""
+    """raw: the text as it is; dapo: the paper's instruction, then chat; chat: the tokenizer's.
+    A prompt that carries the paper's instruction already does not get it twice."""
+
+    @field_validator("heldout", mode="before")
+    @classmethod
+    def read_one_file(cls, value: Any) -> Any:
+        """One file may be written without brackets."""
+        return [value] if isinstance(value, str) else value
 
 
 class SamplingSection(Section):
@@ -121,25 +137,8 @@ class SamplingSection(Section):
     """Generation cap L_max of the overlong shaping, in tokens."""
     top_p: float = Field(1.0, ge=1.0, le=1.0)
     """Fixed at 1: a truncated support would make the recorded log-probs wrong for training."""
-
-
-class AlgorithmSection(Section):
-    group_size: int = Field(16, ge=2)
-    """Responses per prompt (G)."""
-    groups_per_batch: int = Field(512, ge=1)
-    """Accepted groups that fill one batch (B)."""
-    updates_per_batch: int = Field(1, ge=1)
-    """Optimizer steps per batch; mini-batches are made of whole groups."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
-    dual_clip: float | None = Field(10.0, gt=1)
-    """Upper bound c of the loss for negative advantages; leave out with `none`."""
-    dynamic_sampling: bool = True
-    """Train only on groups that are neither all correct nor all wrong."""
-    advantage_ddof: Literal[0, 1] = 1
-    advantage_epsilon: float = Field(1e-6, ge=0)
-    importance_cap: float = Field(2.0, gt=0)
-    """Cap of the truncated importance weight; only with updates_per_batch > 1."""
+    stop_tokens: list[str] = []
+    """Tokens that end a response besides those of the tokenizer and of generation_config.json."""
 
 
 class RewardSection(Section):
@@ -154,8 +153,14 @@ class RewardSection(Section):
 class AdmissionSection(Section):
     max_staleness: int = Field(1, ge=0)
     """S: a group trained at version v holds no token of a policy older than v - S."""
+    policy: Literal["hold", "drop"] = "hold"
+    """hold: a batch waits for a slower group that it would cost its last slot; drop: such a group
+    is lost. Dropping is faster at small max_staleness, and biased against long groups."""
     oversample: float = Field(1.0, ge=1.0)
     """Groups started per group needed; above 1 the surplus may be lost as stale."""
+    give_up_after: int | None = Field(1000, ge=1)
+    """Groups judged in a row without a mixed one after which nothing is left to learn and the run
+    ends, complete; `none`: never. From a quarter of them on fewer and fewer are sent out."""
     silence_s: float = Field(120.0, gt=0)
     """Seconds without a new token after which a group is generated again."""
     attempts: int = Field(4, ge=1)
@@ -168,21 +173,34 @@ class LearnerSection(Section):
     learning_rate: float = Field(1e-6, ge=0)
     warmup_batches: int = Field(0, ge=0)
     """Batches over which the learning rate rises linearly."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up, until run.batches."""
+    min_learning_rate_ratio: float = Field(0.0, ge=0, le=1)
+    """Share of the learning rate that linear and cosine fall to."""
     weight_decay: float = Field(0.1, ge=0)
     betas: tuple[float, float] = (0.9, 0.999)
     grad_clip: float = Field(1.0, gt=0)
     zero_stage: Literal[1, 2, 3] = 1
     ranks: int = Field(1, ge=1)
     """Processes started on this machine by `dapo run`; torchrun decides otherwise."""
+    layout: Literal["auto", "padded", "packed"] = "auto"
+    """padded: a row for each sequence; packed: all in one row, slow without flash-attention. auto:
+    packed with flash-attention on a GPU, else padded."""
     micro_batch_tokens: int = Field(16384, ge=1)
-    """Padded tokens of one micro-batch on one rank."""
+    """Tokens of one micro-batch on one rank, padding included."""
     logit_chunk: int = Field(1024, ge=1)
     """Response positions whose logits exist at one time."""
     threads: int = Field(1, ge=1)
     """CPU threads of each rank."""
+    stop_s: float = Field(600.0, gt=0)
+    """On SIGTERM: seconds for the batch that is being trained to end and for a checkpoint; then the
+    process ends as by kill -9, and the next start trains that batch again from its file."""
 
 
 class GeneratorSection(Section):
+    engine: Literal["vllm", "simulated"] = "vllm"
+    """simulated: random tokens at a set pace, no model and no GPU. It takes part in weight rounds
+    for real, so that a cluster, its network and its failures can be rehearsed."""
     count: int = Field(1, ge=1)
     """Generators started by `dapo run`."""
     tensor_parallel: int = Field(1, ge=1)
@@ -201,7 +219,16 @@ class GeneratorSection(Section):
     drain_s: float = Field(10.0, ge=0)
     """On SIGTERM: seconds for running groups to end before they are given back."""
     keep_kv_cache: bool = True
-    """Keep the KV cache of running sequences across a weight update."""
+    """Keep the KV cache of running sequences across a weight update. What follows still looks at
+    older weights, and its log-probs say so: a little off-policy, as all that ran meanwhile. false
+    computes the cache again: exact, and cheap for short responses; for long ones every update
+    costs a prefill of all that runs (256 sequences of 10,000 tokens: 2.6 million tokens)."""
+    simulated_tokens_per_second: float = Field(100.0, gt=0)
+    """Pace of each sample of a simulated engine."""
+    simulated_length: float = Field(200.0, ge=1)
+    """Mean length of its responses, in tokens, before the cap; the lengths are lognormal."""
+    simulated_accuracy: float = Field(0.5, ge=0, le=1)
+    """Share of its responses that give the right answer."""
 
 
 class VerifierSection(Section):
@@ -245,22 +272,58 @@ class CheckpointSection(Section):
 class EvalSection(Section):
     every: int = Field(0, ge=0)
     """Batches between evaluations during training; 0: only before and after."""
-    problems: int = Field(256, ge=1)
-    """Held-out problems used, from the first."""
+    problems: int | None = Field(256, ge=1)
+    """Problems used of each held-out file, from the first; none: all."""
     samples: int = Field(4, ge=1)
-    """Samples per problem."""
+    """Samples per problem: the k of avg@k, pass@k and maj@k."""
     temperature: float = Field(1.0, gt=0)
+    """The paper evaluates at 1.0 with top_p 0.7."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Below 1 allowed: no token of an evaluation is trained on."""
 
 
 class RedisSection(Section):
     url: str | None = None
-    """redis:// or rediss:// address; none: `dapo run` starts an embedded server."""
+    """redis:// or rediss:// (TLS) address, with the user at most and never a password; none: `dapo
+    run` starts an embedded server."""
     port: int | None = Field(None, ge=1, le=65535)
     """Port of the embedded server; a free one by default."""
+    maxmemory_mib: int = Field(2048, ge=1)
+    """Memory of the embedded server; full, it takes no more samples until groups are trained."""
     password_file: Path | None = None
     """File with the password; the variable DAPO_REDIS_PASSWORD goes before it."""
+    ca_file: Path | None = None
+    """Certificate (PEM) of the CA that signed the server's; none: those that the machine trusts."""
+    cert_file: Path | None = None
+    """Certificate (PEM) of the client, for a server that asks for one."""
+    key_file: Path | None = None
+    """Its key (PEM, without a passphrase)."""
+    patience_s: float = Field(120.0, gt=0, le=1200)
+    """How long the server may be away, also at the start, before a role gives up."""
     lease_s: float = Field(10.0, gt=0)
     """A member that has not renewed its lease for this long is dead."""
     max_message_mib: float = Field(64.0, gt=0)
     """Largest record that is read from the server."""
+    max_deliveries: int = Field(5, ge=1)
+    """How often an entry is given to a worker, because those before died or failed over it, until
+    it goes to the dead letters and its group fails."""
+
+
+class RolloutsSection(Section):
+    per_batch: int = Field(2, ge=0)
+    """Groups of each batch kept in RUN/rollouts to be read, and as many each of those that are
+    filtered and that fail meanwhile; 0: none. `dapo rollouts RUN` pages through them."""
+    max_mib: float = Field(64.0, gt=0)
+    """Size of RUN/rollouts above which batches in between are left out again."""
+
+
+class MetricsSection(Section):
+    port: int | None = Field(None, ge=1, le=65400)
+    """First of the ports at which roles answer Prometheus: the learner at it, verifiers from 10 and
+    generators from 50 above it, each at the first free one. none: off."""
+    host: str = "127.0.0.1"
+    """Address at which they answer. Figures are not protected: keep it off public networks."""
+    tensorboard: bool = True
+    """Write RUN/tensorboard, for `tensorboard --logdir`."""
+    wandb_project: str | None = None
+    """Weights & Biases project that gets every row; needs the package wandb. none: off."""

@@ -1,20 +1,23 @@
-"""How a role starts: its configuration, its connection, its name, its signals."""
+"""How a role starts: its configuration, its connection, its name."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-import signal
+import secrets
 import socket
-from collections.abc import Callable
 from pathlib import Path
-from urllib.parse import quote, urlsplit, urlunsplit
 
+from common.address import QUERY, with_certificates, with_credentials
 from common.config import Config, dump_toml, fingerprint
+from common.disk import make_dir, replace_durable
 from common.errors import ConfigError
+from common.model_facts import public_name
+from common.sections import RedisSection
 
 URL_VARIABLE = "DAPO_REDIS_URL"
+USER_VARIABLE = "DAPO_REDIS_USER"
 PASSWORD_VARIABLE = "DAPO_REDIS_PASSWORD"
+PASSWORD_FILE_VARIABLE = "DAPO_REDIS_PASSWORD_FILE"
 CACHE = Path("cache")
 
 
@@ -44,7 +47,7 @@ def resolve(config: Config) -> Config:
     data = config.data.model_copy(
         update={
             "train": [fill(path) for path in config.data.train],
-            "heldout": heldout and fill(heldout),
+            "heldout": heldout and [fill(path) for path in heldout],
         }
     )
     model = config.model.model_copy(update={"path": fill(config.model.path)})
@@ -61,45 +64,56 @@ def require_model(config: Config) -> Path:
     if (folder / "config.json").exists():
         return folder
     remedy = "set model.path to a Hugging Face folder"
+    if name := public_name(folder):
+        remedy = f"get it with `hf download {name} --local-dir {folder}`, or {remedy}"
     if config.base is not None:
         remedy = f"`dapo model RECIPE` makes the {config.base.kind} base, and so does `dapo run`"
     raise ConfigError(f"model folder {folder} is missing or has no config.json; {remedy}")
 
 
 def redis_url(config: Config) -> str:
-    """Address of the server, with the password in it.
+    """Address of the server with all that a client needs, which makes it a secret.
 
-    The variable DAPO_REDIS_URL goes before redis.url; the password comes from
-    DAPO_REDIS_PASSWORD, or the file named by redis.password_file, and never from the recipe.
+    The variable DAPO_REDIS_URL goes before redis.url. What it does not name comes from
+    DAPO_REDIS_USER, and from DAPO_REDIS_PASSWORD or the file named by DAPO_REDIS_PASSWORD_FILE or
+    redis.password_file, in this order; never from the recipe, which is kept in the run directory.
+
+    Raises:
+        ConfigError: there is none, it is no address, or a file that belongs to it cannot be read.
     """
-    url = os.environ.get(URL_VARIABLE) or config.redis.url
+    settings = config.redis
+    url = os.environ.get(URL_VARIABLE) or settings.url
     if not url:
         raise ConfigError(
             f"no server: set redis.url (or the variable {URL_VARIABLE}), or use `dapo run`, "
             "which starts an embedded one"
         )
-    password = os.environ.get(PASSWORD_VARIABLE)
-    if password is None and config.redis.password_file is not None:
-        try:
-            password = config.redis.password_file.read_text().strip()
-        except OSError as error:
-            raise ConfigError(
-                f"redis.password_file {config.redis.password_file}: {error.strerror}"
-            ) from None
-    parts = urlsplit(url)
-    if parts.scheme not in ("redis", "rediss", "unix"):
-        raise ConfigError(f"redis.url must begin with redis:// or rediss://, not {parts.scheme}://")
-    if password and not parts.password:
-        user = parts.username or ""
-        host = parts.netloc.rpartition("@")[2]
-        url = urlunsplit(parts._replace(netloc=f"{user}:{quote(password, safe='')}@{host}"))
-    return url
+    url = with_credentials(url, os.environ.get(USER_VARIABLE, ""), _password(settings))
+    return with_certificates(url, {key: getattr(settings, key) for key in QUERY})
+
+
+def _password(settings: RedisSection) -> str:
+    if password := os.environ.get(PASSWORD_VARIABLE):
+        return password
+    named, path = PASSWORD_FILE_VARIABLE, os.environ.get(PASSWORD_FILE_VARIABLE)
+    if not path:
+        if settings.password_file is None:
+            return ""
+        named, path = "redis.password_file", str(settings.password_file)
+    try:
+        return Path(path).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", "it is no text")
+        raise ConfigError(f"{named} {path}: {why}") from None
 
 
 def member_name(role: str) -> str:
-    """Name of this process on the server, new at each start: claims are never inherited."""
+    """Name of this process on the server, new at each start: claims are never inherited.
+
+    The id of a process alone is not new: a container that is started again has the same ones.
+    """
     given = os.environ.get("DAPO_MEMBER", f"{role}-{socket.gethostname()}")
-    return f"{given}.{os.getpid()}"
+    return f"{given}.{os.getpid()}-{secrets.token_hex(3)}"
 
 
 def log_file(config: Config) -> Path | None:
@@ -110,13 +124,7 @@ def log_file(config: Config) -> Path | None:
 
 def write_config(config: Config) -> Path:
     """Keep the resolved configuration in the run directory."""
-    config.run_dir.mkdir(parents=True, exist_ok=True)
+    make_dir(config.run_dir)
     path = config.run_dir / "config.toml"
-    path.write_text(dump_toml(config))
+    replace_durable(path, dump_toml(config).encode())
     return path
-
-
-def on_signals(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
-    """Call `act` on SIGTERM and on SIGINT."""
-    for sig in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(sig, act)

@@ -16,13 +16,14 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from common.config import Config
 from common.errors import ERROR_MARK, DapoError
+from common.machine import gpu_names, place
 from common.process import die_with_parent, signal_group, stop_group
 from common.server import EmbeddedServer, free_port
 from common.startup import URL_VARIABLE
@@ -31,6 +32,8 @@ POLL_S = 0.2
 GRACE_S = 12.0
 """For roles to drain after SIGTERM; whoever is left is killed, and all is over within 20 s."""
 BUDGET_WINDOW_S = 3600.0
+BACKOFF_WINDOW_S = 60.0
+"""Starts within it lengthen the pause before the next; one crash an hour costs half a second."""
 
 
 class RoleFailed(DapoError):
@@ -44,6 +47,8 @@ class Role:
     name: str
     argv: list[str]
     threads: int
+    gpus: int = 0  # how many it uses, where there are any
+    visible: str | None = None  # CUDA_VISIBLE_DEVICES; None leaves it as it is
     process: subprocess.Popen[bytes] | None = None
     starts: deque[float] = field(default_factory=deque)
     again_at: float = 0.0
@@ -51,14 +56,20 @@ class Role:
 
 
 class Supervisor:
-    """Starts, watches and ends the roles of one run."""
+    """Starts, watches and ends the roles of one run.
 
-    def __init__(self, config: Config, tell: Callable[[str], None]) -> None:
-        self.config, self.tell = config, tell
+    The end of the first role is the end of the run; `at_stop` says what it does when told to stop.
+    """
+
+    def __init__(
+        self, config: Config, tell: Callable[[str], None], roles: list[Role] | None = None,
+        at_stop: str = "the learner saves a checkpoint first",
+    ) -> None:  # fmt: skip
+        self.config, self.tell, self.at_stop = config, tell, at_stop
         self.logs = config.run_dir / "logs"
         self.url = ""
         self.server: EmbeddedServer | None = None
-        self.roles = _roles(config)
+        self.roles = roles or training_roles(config)
         self.grace_s = GRACE_S
         self._stop = ""
 
@@ -68,38 +79,50 @@ class Supervisor:
         for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(sig, self._on_signal)
         if self.config.redis.url is None and URL_VARIABLE not in os.environ:
-            self.server = EmbeddedServer(self.config.run_dir / "server")
+            redis = self.config.redis
+            self.server = EmbeddedServer(self.config.run_dir / "server", redis.maxmemory_mib)
             self.url = self.server.start(self.config.redis.port)
         else:
             from common.startup import redis_url
 
             self.url = redis_url(self.config)
         _forget_end(self.url, self.config.run.name)
+        self._place()
         for role in self.roles:
             self._spawn(role)
 
+    def _place(self) -> None:
+        """Give each role GPUs of its own; left to themselves all would take the first one."""
+        names = gpu_names()
+        if names:
+            places = place(names, [role.gpus for role in self.roles])
+            for role, chosen in zip(self.roles, places, strict=True):
+                role.visible = ",".join(chosen)
+
     def run(self, tick: Callable[[], None]) -> bool:
-        """Watch until the learner is done; True if the run is complete, False if it was stopped.
+        """Watch until the first role is done; True if it is, False if the run was stopped.
 
         Raises:
             RoleFailed: a role cannot be started again.
         """
-        learner = self.roles[0]
+        first = self.roles[0]
         while not self._stop:
             tick()
             self._watch_server()
             for role in self.roles:
                 self._watch(role)
-            assert learner.process is not None
-            if learner.process.poll() == 0:
+            assert first.process is not None
+            if first.process.poll() == 0:
                 self._await_others()
                 return True
             time.sleep(POLL_S)
-        self.tell(f"{self._stop}: stopping; the learner saves a checkpoint first")
+        self.tell(f"{self._stop}: stopping; {self.at_stop}")
         return False
 
     def end(self) -> None:
         """SIGTERM to all, SIGKILL to who is left; the server goes last."""
+        with contextlib.suppress(DapoError):
+            self._watch_server()  # who finishes what it holds needs it
         for role in self.roles:
             if role.process:
                 signal_group(role.process.pid, signal.SIGTERM)
@@ -132,6 +155,8 @@ class Supervisor:
             "TOKENIZERS_PARALLELISM": "false",
             "PYTHONUNBUFFERED": "1",
         }
+        if role.visible is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = role.visible
         with (self.logs / f"{role.name}.out").open("ab") as out:
             role.said_before = out.tell()
             role.process = subprocess.Popen(
@@ -175,7 +200,7 @@ class Supervisor:
                     f"{why}; it was started {len(role.starts)} times within an hour "
                     f"(run.restarts = {self.config.run.restarts}); see {self.logs / role.name}.out"
                 )
-            delay = min(0.5 * 2 ** (len(role.starts) - 1), 10.0)
+            delay = restart_delay(now - start for start in role.starts)
             role.again_at = now + delay
             self.tell(f"{why}; starting it again in {delay:.1f} s")
         elif now >= role.again_at:
@@ -197,7 +222,13 @@ class Supervisor:
         return (told[-1] if told else "it said nothing"), False
 
 
-def _roles(config: Config) -> list[Role]:
+def restart_delay(ages: Iterable[float]) -> float:
+    """Seconds to wait before a crashed role is started again, given the ages of its starts."""
+    recent = sum(age < BACKOFF_WINDOW_S for age in ages)
+    return min(0.5 * 2.0 ** (min(recent, 10) - 1), 10.0) if recent else 0.5
+
+
+def training_roles(config: Config) -> list[Role]:
     """The learner first: its end is the end of the run."""
     recipe = str(config.run_dir / "config.toml")
     python = [sys.executable, "-m"]
@@ -207,12 +238,27 @@ def _roles(config: Config) -> list[Role]:
         launcher = ["torch.distributed.run", f"--nproc-per-node={ranks}"]
         launcher += [f"--master-port={free_port()}", "-m"]
         learner = [*python, *launcher, "learner", recipe]
-    roles = [Role("learner", learner, config.learner.threads)]
+    return [Role("learner", learner, config.learner.threads, ranks), *_workers(config)]
+
+
+def evaluation_roles(config: Config, version: str) -> list[Role]:
+    """The examiner in the learner's place, and generators that serve frozen weights."""
+    frozen = ("--frozen", version)
+    argv = [sys.executable, "-m", "common.cli", "examiner"]
+    examiner = Role("examiner", [*argv, str(config.run_dir / "config.toml"), *frozen], 1)
+    return [examiner, *_workers(config, *frozen)]
+
+
+def _workers(config: Config, *of_generators: str) -> list[Role]:
+    recipe = str(config.run_dir / "config.toml")
+    generator = config.generator
+    gpus = generator.tensor_parallel if generator.engine == "vllm" else 0
+    roles = []
     for index in range(config.verifier.count):
-        roles.append(Role(f"verifier-{index}", [*python, "verifier", recipe], 1))
-    for index in range(config.generator.count):
-        argv = [*python, "generator", recipe]
-        roles.append(Role(f"generator-{index}", argv, config.generator.threads))
+        roles.append(Role(f"verifier-{index}", [sys.executable, "-m", "verifier", recipe], 1))
+    for index in range(generator.count):
+        argv = [sys.executable, "-m", "generator", recipe, *of_generators]
+        roles.append(Role(f"generator-{index}", argv, generator.threads, gpus))
     return roles
 
 
@@ -220,16 +266,13 @@ def _forget_end(url: str, run: str) -> None:
     """A run that goes on after its end is not over any more."""
     import redis
 
-    from common.broker import address, password_help
-    from common.errors import BrokerError
+    from common.refusal import refused
 
     client = redis.Redis.from_url(url, socket_timeout=5.0)
     try:
         client.delete(f"{{{run}}}:ended")
-    except redis.AuthenticationError as error:
-        raise BrokerError(password_help(address(url), error)) from None
     except redis.RedisError as error:
-        raise BrokerError(f"no server answers at {address(url)}: {error}") from None
+        raise refused(url, error) from None
     finally:
         client.close()
 

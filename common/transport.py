@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import lru_cache
@@ -22,8 +23,10 @@ import torch
 import torch.distributed as dist
 
 from common.errors import RoundError
+from common.failpoints import failpoint
 
 NEXT, ABANDON, END = 1, 2, 3
+MEET_S = 0.01
 
 _MASK = 2**63 - 1
 _BLOCK_WORDS = 2**18
@@ -101,21 +104,24 @@ class WeightGroup:
         world: int,
         timeout_s: float,
         host: str,
+        check: Callable[[], None] = lambda: None,
     ) -> WeightGroup:
         """Meet the other ranks under `prefix`; returns once all `world` have come.
 
         Args:
             host: this end's own address, to which gloo binds.
             timeout_s: the longest that forming, and then any one operation, may take.
+            check: asked on rank 0 while it waits for the others; it may give up by a RoundError.
 
         Raises:
-            RoundError: not everybody came in time, or a connection failed.
+            RoundError: not everybody came in time, rank 0 gave up, or a connection failed.
         """
         limit = timedelta(seconds=timeout_s)
         meeting = dist.PrefixStore(prefix, store)
         make = _gloo if backend == "gloo" else _nccl
         try:
             store.set_timeout(limit)
+            _meet(meeting, rank, world, timeout_s, check)
             group = make(meeting, rank, world, limit, host)
         except RuntimeError as error:
             raise RoundError(
@@ -188,6 +194,7 @@ def send_buckets(
         octets = flat.contiguous().view(torch.uint8)
         _send_header(group, NEXT, index, octets.numel(), digest(octets))
         group.broadcast(octets)
+        failpoint("bucket_sent")
         index, total = index + 1, total + octets.numel()
 
 
@@ -215,6 +222,7 @@ def receive_buckets(
             raise RoundError(f"weight bucket {index}: {count} bytes sent, {size} in the manifest")
         octets = torch.empty(size, dtype=torch.uint8, device=device)
         group.broadcast(octets)
+        failpoint("bucket_received")
         if digest(octets) != wanted:
             raise RoundError(f"weight bucket {index} of {size} bytes arrived damaged (digest)")
         yield index, octets
@@ -280,6 +288,30 @@ def _receive_header(group: WeightGroup) -> tuple[int, int, int, int]:
     group.broadcast(header)
     command, index, count, mark = header.tolist()
     return command, index, count, mark
+
+
+def _meet(
+    store: dist.Store, rank: int, world: int, timeout_s: float, check: Callable[[], None]
+) -> None:
+    """Wait at the store until everybody is there: forming a group cannot be interrupted, and one
+    who died since it was called would cost all others the whole timeout."""
+    if rank > 0:
+        store.set(f"here/{rank}", "")
+        if store.get("form") != b"go":
+            raise RoundError("the weight group did not form: the learner has given it up")
+        return
+    everybody = [f"here/{other}" for other in range(1, world)]
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not store.check(everybody):
+            check()
+            if time.monotonic() > deadline:
+                raise RuntimeError("somebody did not come")
+            time.sleep(MEET_S)
+    except BaseException:
+        store.set("form", "off")
+        raise
+    store.set("form", "go")
 
 
 def _gloo(store: dist.Store, rank: int, world: int, limit: timedelta, host: str) -> Any:

@@ -28,8 +28,9 @@ import numpy.typing as npt
 from common.config import Config
 from common.errors import ConfigError, DapoError, RoundError
 from common.messages import Prompt, Sample, Span, Version
+from common.stop_tokens import stop_token_ids
 from generator.gate import Gate
-from generator.settings import engine_args, set_environment, stop_token_ids
+from generator.settings import engine_args, set_environment
 
 Progress = Callable[[int], None]
 
@@ -41,8 +42,9 @@ class GenerationError(DapoError):
     """A sample that did not come about; the message says why. It may be tried again."""
 
 
-class EngineDead(DapoError):
-    """The engine's processes are gone; this process has to be started again."""
+class EngineDead(RuntimeError):
+    """The engine's processes are gone or hang; this process has to be started again, as after a
+    crash."""
 
 
 class Engine:
@@ -80,7 +82,7 @@ class Engine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-        stop_ids = stop_token_ids(model_dir, tokenizer.eos_token_id)
+        stop_ids = stop_token_ids(model_dir, tokenizer, config.sampling.stop_tokens)
         try:
             llm = AsyncLLM.from_engine_args(engine_args(config, model_dir))
         except (RuntimeError, ValueError, OSError) as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,12 +16,16 @@ from common.failpoints import failpoint
 from common.log import get_logger
 from common.messages import Version
 from common.rounds import Call, Go, Message, Publish, Reply
-from generator.engine import Engine, GenerationError
+from generator.engine import EngineDead, GenerationError
+from generator.interface import SamplingEngine
 
 if TYPE_CHECKING:
     from generator.worker import GeneratorWorker
 
 RECLAIM_S = 1.0
+ENGINE_S = 60.0
+"""For what an engine does in a round besides receiving: to pause, to put the model together, to
+score the probe, to abort what runs."""
 log = get_logger(__name__)
 
 
@@ -32,12 +38,13 @@ class RoundMember:
     publication of one that came through: a claim that arrives late is given back too.
     """
 
-    def __init__(self, worker: GeneratorWorker, broker: Broker, engine: Engine, name: str) -> None:
+    def __init__(
+        self, worker: GeneratorWorker, broker: Broker, engine: SamplingEngine, name: str
+    ) -> None:
         self.worker, self.broker, self.engine, self.name = worker, broker, engine, name
         self.serving = ""
         self.excluded = False
         self.verified = asyncio.Event()
-        self.paused_s = 0.0
         self._place = "$"
         self._prefix = ""
         self._round = ""
@@ -89,7 +96,6 @@ class RoundMember:
 
     async def _take_part(self, go: Go) -> None:
         """Pause, take the weights, score the probe, answer."""
-        since = time.monotonic()
         self.verified.clear()
         self.serving = ""
         init = None
@@ -105,16 +111,18 @@ class RoundMember:
         }  # fmt: skip
         self._prefix = ""
         try:
-            await self.engine.pause()
-            failpoint("generator_in_round")
-            await self.engine.update(init, update, Version.parse(go.version))
-            await self.engine.resume()
-            self.paused_s += time.monotonic() - since
-            probe = await self.engine.probe(np.asarray(go.probe, dtype=np.int32))
+            # as long to form the group as for the broadcast
+            async with _limit(2 * go.timeout_s + ENGINE_S):
+                await self.engine.pause()
+                failpoint("generator_in_round")
+                await self.engine.update(init, update, Version.parse(go.version))
+                await self.engine.resume()
+                probe = await self.engine.probe(np.asarray(go.probe, dtype=np.int32))
         except (RoundError, GenerationError) as error:
             log.error("round failed", round=go.round, version=go.version, error=str(error))
-            await self._answer(go.round, Reply("failed", error=str(error)))
+            # first the claims: their samples fail now, which must not count as attempts
             await self._left_out(f"round {go.round} failed")
+            await self._answer(go.round, Reply("failed", error=str(error)))
             return
         self._prefix = go.prefix
         failpoint("generator_before_done")
@@ -122,7 +130,42 @@ class RoundMember:
 
     async def _left_out(self, why: str) -> None:
         self.serving, self.excluded = "", True
-        await self.worker.give_back(why)
+        async with _limit(ENGINE_S):
+            await self.worker.give_back(why)
 
     async def _answer(self, round_id: str, reply: Reply) -> None:
         await self.broker.answer(round_id, self.name, reply)
+
+
+@contextlib.asynccontextmanager
+async def _limit(seconds: float) -> AsyncIterator[None]:
+    """A deadline for the engine.
+
+    Raises:
+        EngineDead: it has passed. A generator whose engine hangs would stay alive, be left out of
+            every round, and never be started again.
+    """
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise EngineDead(f"the engine hangs in a weight round, for {seconds:g} s now") from None
+
+
+class FrozenMember(RoundMember):
+    """Serves the weights that the engine was started with, for ever, and takes part in no round.
+
+    A learner's versions begin with incarnation 1 and such weights have incarnation 0, so that
+    prompts of training are never claimed with them: the server compares the versions.
+    """
+
+    def __init__(
+        self, worker: GeneratorWorker, broker: Broker, engine: SamplingEngine, name: str
+    ) -> None:
+        super().__init__(worker, broker, engine, name)
+        self.serving = str(engine.version)
+        self.verified.set()
+
+    async def follow(self) -> None:
+        """Nobody calls rounds where weights are frozen."""
+        await asyncio.Event().wait()

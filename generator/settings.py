@@ -1,15 +1,13 @@
-"""How vLLM is set up: environment, engine arguments, stop tokens."""
+"""How vLLM is set up: environment and engine arguments."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from pathlib import Path
 from typing import Any
 
 from common.config import Config
-from common.errors import ConfigError
 from generator.plugin import BACKEND, QUEUE_SLEEP
 
 
@@ -49,11 +47,18 @@ def engine_args(config: Config, model_dir: Path) -> Any:
         enforce_eager=generator.enforce_eager,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
+        hf_overrides=_model_overrides(config),
         weight_transfer_config=WeightTransferConfig(backend=BACKEND),
         worker_extension_cls="generator.weights.WeightReport",
         disable_log_stats=True,
         **own,
     )
+
+
+def _model_overrides(config: Config) -> dict[str, Any]:
+    """Keys of the model's config.json that the engine reads otherwise, as the learner does."""
+    positions = config.model.max_positions
+    return {} if positions is None else {"max_position_embeddings": positions}
 
 
 def _cpu_args(config: Config) -> dict[str, Any]:
@@ -74,22 +79,3 @@ def _cpu_args(config: Config) -> dict[str, Any]:
 
 def _gpu_args(config: Config) -> dict[str, Any]:
     return {"gpu_memory_utilization": config.generator.gpu_memory_utilization}
-
-
-def stop_token_ids(model_dir: Path, eos_token_id: int | None) -> list[int]:
-    """Every token that ends a response: of the tokenizer and of the generation config.
-
-    Raises:
-        ConfigError: there is none, so that no response would ever end.
-    """
-    stops = set() if eos_token_id is None else {eos_token_id}
-    path = model_dir / "generation_config.json"
-    if path.exists():
-        listed = json.loads(path.read_text()).get("eos_token_id")
-        stops.update(listed if isinstance(listed, list) else [] if listed is None else [listed])
-    if not stops:
-        raise ConfigError(
-            f"{model_dir} names no end-of-sequence token, so that no response would ever end; "
-            "set eos_token_id in its tokenizer or generation_config.json"
-        )
-    return sorted(stops)

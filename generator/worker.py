@@ -7,6 +7,8 @@ Invariants:
 - A sample's payload is written before its group is handed on, and never while the weights that
   made it are unverified (`_verified`). A sample that fails is tried again, never scored.
 - Whoever is left out of a round gives its claims back and claims nothing until it is served.
+- A prompt that cannot be read, or over which generators die again and again, goes to the dead
+  letters, and its group fails.
 """
 
 from __future__ import annotations
@@ -23,12 +25,18 @@ from common.errors import MessageError
 from common.failpoints import failpoint
 from common.log import get_logger
 from common.messages import Prompt, Rollout, decode, encode
-from common.process import rss_mib
-from generator.engine import Engine, EngineDead, GenerationError
-from generator.rounds import RoundMember
+from common.prometheus import Prometheus
+from common.vitals import Clock, Vitals
+from generator.engine import EngineDead, GenerationError
+from generator.interface import SamplingEngine
+from generator.rounds import FrozenMember, RoundMember
 
 IDLE_S = 0.02
 REPORT_S = 1.0
+GIVE_BACK_S = 5.0
+"""At the end: for what did not end within drain_s to be given back."""
+WINDOW = 60
+"""Reports over which the shares of time are taken."""
 log = get_logger(__name__)
 
 
@@ -48,14 +56,24 @@ class Claim:
 
 
 class GeneratorWorker:
-    """One generator: an engine, its claims, and its part in weight rounds."""
+    """One generator: an engine, its claims, and its part in weight rounds.
 
-    def __init__(self, config: Config, broker: Broker, engine: Engine, name: str) -> None:
+    With `frozen` weights it takes part in none (`generator.rounds.FrozenMember`).
+    """
+
+    def __init__(
+        self, config: Config, broker: Broker, engine: SamplingEngine, name: str,
+        frozen: bool = False,
+    ) -> None:  # fmt: skip
         self.config, self.broker, self.engine, self.name = config, broker, engine, name
         self.claims: dict[str, Claim] = {}
-        self.rounds = RoundMember(self, broker, engine, name)
+        self._again: dict[str, Entry] = {}  # given to this generator anew while it holds them
+        member = FrozenMember if frozen else RoundMember
+        self.rounds = member(self, broker, engine, name)
         self.draining = False
         self.finished: dict[str, int] = {"groups": 0, "samples": 0, "tokens": 0, "retries": 0}
+        self.vitals = Vitals(Clock("paused", "idle", "generating", marks=WINDOW))
+        self.prometheus = Prometheus("generator", name)
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
@@ -69,10 +87,17 @@ class GeneratorWorker:
         await self.rounds.tune_in()
         info = {"workers": self.config.generator.tensor_parallel}
         async with self.broker.lease("generator", self.name, info):
-            side = [self._spawn(self.rounds.follow()), self._spawn(self._report())]
+            work = (self.rounds.follow(), self._report(), self.vitals.watch_loop())
+            side = [self._spawn(task) for task in work]
             while not self._stop.is_set():
+                if self.rounds.serving and not self.claims:
+                    failpoint("generator_idle")
                 for entry in await self._claim():
-                    self._accept(entry)
+                    if entry.id in self.claims:
+                        self._again[entry.id] = entry
+                    else:
+                        self._accept(entry)
+                self.vitals.clock.enter(self._state())
                 await self._pause()
             await self._finish(side)
         if self._failure:
@@ -85,8 +110,17 @@ class GeneratorWorker:
         """Samples claimed and not yet finished."""
         return sum(claim.missing for claim in self.claims.values())
 
+    def _state(self) -> str:
+        """What this second is counted as; without weights, or in a round, nothing is claimed."""
+        if not self.rounds.serving:
+            return "paused"
+        return "generating" if self.in_flight else "idle"
+
     async def _claim(self) -> list[Entry]:
-        """As many prompts as there is room for; those of dead generators first."""
+        """As many prompts as there is room for; those of dead generators first.
+
+        After a lost connection what is held already comes too, and what was just taken over twice.
+        """
         room = self.config.generator.max_samples - self.in_flight
         count = room // self.config.algorithm.group_size or int(not self.claims)
         if count < 1 or self.draining or not self.rounds.serving:
@@ -97,18 +131,24 @@ class GeneratorWorker:
         if len(entries) < count:
             version = self.rounds.serving
             entries += await self.broker.claim_prompts(version, self.name, count - len(entries))
-        return [entry for entry in entries if entry.id not in self.claims]
+        return entries
 
     def _accept(self, entry: Entry) -> None:
+        most = self.config.redis.max_deliveries
+        samples = max(self.config.algorithm.group_size, self.config.eval.samples)
         try:
             prompt = decode(Prompt, entry.data, self.config.max_message_bytes)
+            if prompt.samples > samples:
+                raise MessageError(f"it asks for {prompt.samples} samples, a group has {samples}")
+            if entry.deliveries > most:
+                raise MessageError(f"the last {most} generators that had it died")
         except MessageError as error:
             self._spawn(self.broker.bury(PROMPTS, entry, str(error)))
             return
         failpoint("generator_claimed")
         if self.rounds.excluded or self.engine.version < prompt.least:
             # left out while the claim was under way, or taken over from who held newer weights
-            self._spawn(self.broker.release(PROMPTS, entry.id, self.name))
+            self._spawn(self._return(entry, prompt))
             return
         claim = self.claims[entry.id] = Claim(entry, prompt, prompt.samples)
         self._spawn(self._generate(claim))
@@ -117,11 +157,12 @@ class GeneratorWorker:
 
     async def _generate(self, claim: Claim) -> None:
         """Make the missing samples of a group, then hand it on."""
-        prompt, failure = claim.prompt, ""
+        prompt, failure, settled = claim.prompt, "", False
         try:
             if not await self.broker.is_current(prompt.group, prompt.attempt):
                 claim.missing = 0
-                await self._hand_on(claim, "")  # which only acknowledges: the group has moved on
+                # which only acknowledges: the group has moved on
+                settled = await self._hand_on(claim, "")
                 return
             have = await self.broker.have_samples(prompt.group, prompt.attempt, prompt.samples)
             claim.missing = have.count(False)
@@ -132,11 +173,22 @@ class GeneratorWorker:
                     failure = failure or str(result)
                 elif isinstance(result, BaseException):
                     raise result
-            await self._hand_on(claim, failure)
+            settled = await self._hand_on(claim, failure)
         except GivenBack:
-            await self.broker.release(PROMPTS, claim.entry.id, self.name)
+            settled = await self.broker.release(PROMPTS, claim.entry.id, self.name)
         finally:
             del self.claims[claim.entry.id]
+            again = self._again.pop(claim.entry.id, None)
+            if again and not settled and not self._stop.is_set():
+                self._accept(again)  # it was another's for a while: only now it can be handed on
+
+    async def _return(self, entry: Entry, prompt: Prompt) -> None:
+        """Leave a claim to another generator, unless its group has moved on: that would go round
+        for ever if it asked for weights that never come."""
+        if await self.broker.is_current(prompt.group, prompt.attempt):
+            await self.broker.release(PROMPTS, entry.id, self.name)
+        else:
+            await self._hand_on(Claim(entry, prompt, 0), "")  # which only acknowledges
 
     async def _sample(self, claim: Claim, index: int) -> None:
         """One sample: generate, retry under a budget, write its payload."""
@@ -160,20 +212,23 @@ class GeneratorWorker:
         if claim.given_back:
             raise GivenBack
         await self.broker.put_sample(prompt.group, prompt.attempt, index, encode(sample))
+        failpoint("generator_sample_written")
         claim.missing -= 1
         claim.tokens[index] = len(sample.token_ids)
         self.finished["samples"] += 1
         self.finished["tokens"] += len(sample.token_ids)
 
-    async def _hand_on(self, claim: Claim, failure: str) -> None:
+    async def _hand_on(self, claim: Claim, failure: str) -> bool:
+        """False: the group is elsewhere by now, or the claim another generator's."""
         prompt = claim.prompt
         rollout = Rollout(prompt.group, prompt.ordinal, prompt.attempt, self.name, failure)
         failpoint("generator_payload_written")
         step = ("dispatched", "generated")
-        if await self.broker.advance(
+        done = await self.broker.advance(
             claim.entry.id, self.name, prompt.group, prompt.attempt, step, encode(rollout)
-        ):
-            self.finished["groups"] += 1
+        )
+        self.finished["groups"] += done
+        return done
 
     # --- giving back and ending -----------------------------------------------------------------
 
@@ -202,7 +257,7 @@ class GeneratorWorker:
             await asyncio.sleep(IDLE_S)
         if not self._failure:
             await self.give_back("this generator ends")
-        while self._tasks - set(side) and time.monotonic() < deadline + 5:
+        while self._tasks - set(side) and time.monotonic() < deadline + GIVE_BACK_S:
             await asyncio.sleep(IDLE_S)
         for task in side:
             task.cancel()
@@ -221,12 +276,13 @@ class GeneratorWorker:
             rate = (self.finished["tokens"] - last["tokens"]) / (now - since)
             last, since = dict(self.finished), now
             status: dict[str, Any] = {
-                "role": "generator", "time": time.time(), "version": self.rounds.serving,
+                "role": "generator", "version": self.rounds.serving,
                 "running": self.in_flight, "tokens_per_second": round(rate, 1),
-                "rss_mib": round(rss_mib()), **self.finished,
-                "paused_s": round(self.rounds.paused_s, 3),
+                **self.vitals.figures(), **self.finished,
                 "progress": {c.prompt.group: sum(c.tokens.values()) for c in self.claims.values()},
             }  # fmt: skip
+            self.vitals.clock.mark()
+            self.prometheus.log("generator", 0, status)
             await self.broker.report(self.name, status)
             if reason := await self.broker.ended():
                 log.info("the run is over", reason=reason)

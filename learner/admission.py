@@ -9,11 +9,15 @@ is open from its dispatch to its fate; the groups of the batch in training are o
 `oldest` is the least version a group's tokens may be of, `deadline = oldest + S` the last version
 at which it may enter a batch. The order is by (oldest, ordinal) everywhere.
 
+A batch whose groups would overtake a slower one is held back if that would cost the slower one its
+last slot (policy `hold`). Policy `drop` never holds: what was overtaken and cannot be trained in
+time is lost. It is faster where S is small, and biased: long groups are overtaken most.
+
 Invariants kept, whatever the order of completions, failures, retries and late publications:
 
 1. A batch formed at v holds no group with `oldest < v - S`; it holds exactly B groups.
-2. With `oversample = 1` the open groups due by d number at most `(d - v + 1) * B` for every d, so
-   that nothing is ever lost.
+2. With `oversample = 1` and policy `hold` the open groups due by d number at most
+   `(d - v + 1) * B` for every d, so that nothing is ever lost.
 3. A hold names only groups that have started. If those resolve, a hold ends; if publications
    succeed, a batch that is starved with nothing pending can always dispatch.
 4. Surplus is cut by (oldest, ordinal), never by order of completion.
@@ -26,62 +30,16 @@ the one place where claims must be known (see there).
 import math
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import takewhile
 from types import MappingProxyType
 
+from learner.decision import Counts, Decision, Group, Hold, Policy, Starved, Train
+
 # Sums of acceptance shares carry rounding errors; the quantities compared are of the order of B.
 EPSILON = 1e-9
-
-
-@dataclass(slots=True)
-class Group:
-    """An open group. Read-only outside this module, save to build one for `restore`."""
-
-    ordinal: int
-    oldest: int
-    accepted: bool = False
-    generated: bool = False
-    started: bool = True  # claimed by a generator, or holding tokens; if unsure, say so
-
-
-@dataclass(frozen=True, slots=True)
-class Train:
-    """Form the next batch of these B groups, in order."""
-
-    ordinals: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """A batch is there, but would cost these pending groups their last slot: wait for them."""
-
-    for_whom: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Starved:
-    """So many accepted groups are missing to a batch."""
-
-    missing: int
-
-
-Decision = Train | Hold | Starved
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Numbers of groups. `pending = unclaimed + generating + judging` is what has no verdict;
-    `open = pending + accepted + training` is what counts against `capacity`."""
-
-    open: int
-    unclaimed: int
-    generating: int
-    judging: int
-    accepted: int
-    training: int
-    pending: int
-    capacity: int
+UNCLAIMED_PER_GENERATOR = 4
+"""Prompts that wait in the stream for each generator: enough that none runs dry, few enough that
+a prompt is started with weights that are young when it is claimed."""
 
 
 class Admission:
@@ -92,6 +50,7 @@ class Admission:
         batch_groups: int,
         max_staleness: int,
         oversample: float = 1.0,
+        policy: Policy = "hold",
         *,
         window: int | None = None,
     ) -> None:
@@ -101,10 +60,12 @@ class Admission:
         self.batch_groups = batch_groups
         self.max_staleness = max_staleness
         self.oversample = oversample
-        self.capacity = math.floor((max_staleness + 1) * batch_groups * oversample + EPSILON)
+        self.policy = policy
+        self.capacity = math.ceil((max_staleness + 1) * batch_groups * oversample - EPSILON)
         self.version = 0
         self.published = 0
         self._open: dict[int, Group] = {}
+        self._accepted = 0  # of the open groups
         self._training: dict[int, Group] = {}
         self._verdicts: deque[bool] = deque(maxlen=window or max(64, 8 * batch_groups))
         self._why_not_dispatch = ""
@@ -142,8 +103,10 @@ class Admission:
         by_capacity = self.capacity - in_use
         # A group dispatched now is due by published + S, as late as any other: what is open
         # must leave a slot for it until then.
-        room = self._slots(self.published + self.max_staleness) - self._need(self._open.values())
-        by_deadline = math.ceil(room / self._pending_weight() - EPSILON)
+        weight = self._pending_weight()
+        need = self._accepted + weight * (len(self._open) - self._accepted)
+        room = self._slots(self.published + self.max_staleness) - need
+        by_deadline = math.ceil(room / weight - EPSILON)
         by_stream = unclaimed_limit - unclaimed
         if by_capacity <= 0:
             self._why_not_dispatch = f"capacity: {in_use} of {self.capacity} open"
@@ -164,6 +127,9 @@ class Admission:
 
         The caller records each fate, then calls `close`.
         """
+        first = min((group.oldest for group in self._open.values()), default=self.published)
+        if self._accepted < self._slots(first + self.max_staleness):
+            return []  # even the first deadline has slots left; saves the sorting
         return [group.ordinal for group in self._sort()[1]]
 
     def decide(self) -> Decision:
@@ -182,7 +148,8 @@ class Admission:
             return Starved(missing)
         overtaken = self._overtaken(takewhile(lambda group: group is not batch[-1], in_order))
         # Overtaking is free as long as everybody left over still finds a slot in time.
-        missed = self._first_missed(in_order, batch) if overtaken else None
+        holds = overtaken and self.policy == "hold"
+        missed = self._first_missed(in_order, batch) if holds else None
         if missed is None:
             self._why_not_train = ""
             return Train(tuple(group.ordinal for group in batch))
@@ -198,17 +165,16 @@ class Admission:
     def counts(self) -> Counts:
         """Where the open groups are."""
         groups = self._open.values()
-        accepted = sum(group.accepted for group in groups)
         judging = sum(group.generated and not group.accepted for group in groups)
         unclaimed = sum(not group.started for group in groups)
         return Counts(
             open=len(groups) + len(self._training),
             unclaimed=unclaimed,
-            generating=len(groups) - accepted - judging - unclaimed,
+            generating=len(groups) - self._accepted - judging - unclaimed,
             judging=judging,
-            accepted=accepted,
+            accepted=self._accepted,
             training=len(self._training),
-            pending=len(groups) - accepted,
+            pending=len(groups) - self._accepted,
             capacity=self.capacity,
         )
 
@@ -238,10 +204,11 @@ class Admission:
             raise ValueError(f"group {ordinal} was accepted before: drop a repeated delivery")
         group = self._update(ordinal, oldest)
         group.generated = group.accepted = True
+        self._accepted += 1
 
     def close(self, ordinal: int) -> None:
         """The group has its fate (filtered, stale, failed) and its capacity returns."""
-        self._get(ordinal)
+        self._accepted -= self._get(ordinal).accepted
         del self._open[ordinal]
 
     def redispatch(self, ordinal: int, oldest: int | None = None) -> None:
@@ -251,6 +218,7 @@ class Admission:
         group due as late as a new one.
         """
         group = self._get(ordinal)
+        self._accepted -= group.accepted
         group.accepted = group.generated = False
         group.started = oldest is not None
         group.oldest = self.published if oldest is None else oldest
@@ -278,6 +246,7 @@ class Admission:
                 )
         for group in batch:
             self._training[group.ordinal] = self._open.pop(group.ordinal)
+        self._accepted -= len(batch)
 
     def trained(self) -> None:
         """The batch is trained. Capacity returns only now: what is generated from the old weights
@@ -329,6 +298,7 @@ class Admission:
             self._open[group.ordinal] = Group(
                 group.ordinal, oldest, group.accepted, generated, started
             )
+        self._accepted = sum(group.accepted for group in self._open.values())
         self._verdicts.clear()
         self._verdicts.extend(verdicts)
         self._why_not_dispatch = self._why_not_train = ""
@@ -360,11 +330,6 @@ class Admission:
         # Never below 1 / oversample, so that a run of filtered groups cannot open the gates;
         # exactly 1 without oversampling, where every pending group may be accepted.
         return max(self.acceptance, 1.0 / self.oversample)
-
-    def _need(self, groups: Collection[Group]) -> float:
-        """Places that these groups are expected to take."""
-        accepted = sum(group.accepted for group in groups)
-        return accepted + self._pending_weight() * (len(groups) - accepted)
 
     def _sort(self) -> tuple[list[Group], list[Group]]:
         """The open groups in order: those that can still be trained, and those that are lost."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,13 +11,17 @@ from common.errors import NumericalError
 
 
 def group_advantages(
-    rewards_G: npt.ArrayLike, ddof: int = 1, epsilon: float = 1e-6
+    rewards_G: npt.ArrayLike,
+    normalization: Literal["std", "none"] = "std",
+    ddof: int = 1,
+    epsilon: float = 1e-6,
 ) -> npt.NDArray[np.float32]:
     """(R_i − mean(R)) / (std(R) + epsilon) over one group of G responses, shape (G,).
 
-    `ddof` 1 is the sample standard deviation (verl, torch.std), 0 the population's. A group
-    without spread has no advantage: zeros, never a division by the epsilon alone. So has a
-    group of one, whose raw reward is no advantage either.
+    `ddof` 1 is the sample standard deviation (verl, torch.std), 0 the population's. Without
+    `normalization` the difference alone (Dr. GRPO, arXiv 2503.20783). A group without spread has
+    no advantage: zeros, never a division by the epsilon alone. So has a group of one, whose raw
+    reward is no advantage either.
 
     Raises:
         NumericalError: a reward is not finite.
@@ -26,5 +32,5 @@ def group_advantages(
     # Equal rewards can leave a standard deviation of rounding errors, so the range is asked.
     if len(rewards) < 2 or np.ptp(rewards) == 0:
         return np.zeros(len(rewards), dtype=np.float32)
-    spread = rewards.std(ddof=ddof) + epsilon
+    spread = rewards.std(ddof=ddof) + epsilon if normalization == "std" else 1.0
     return ((rewards - rewards.mean()) / spread).astype(np.float32)

@@ -41,14 +41,22 @@ def split(
 
 
 def trajectories(group: StoredGroup, config: Config) -> list[Trajectory]:
-    """The responses of a group with their advantages, ready to train on."""
+    """The responses of a group with their advantages, ready to train on.
+
+    The overlong filter masks those that the engine cut at the cap, after the advantages are made.
+    """
     algorithm = config.algorithm
     limit = config.max_message_bytes
     prompt = decode(Prompt, group.prompt, limit)
     verdict = decode(Verdict, group.verdict, limit)
     samples = [decode(Sample, payload, limit) for payload in group.samples]
     rewards = [judged.reward for judged in verdict.samples]
-    advantages = group_advantages(rewards, algorithm.advantage_ddof, algorithm.advantage_epsilon)
+    advantages = group_advantages(
+        rewards,
+        algorithm.advantage_normalization,
+        algorithm.advantage_ddof,
+        algorithm.advantage_epsilon,
+    )
     return [
         Trajectory(
             group=group.ordinal,
@@ -58,6 +66,8 @@ def trajectories(group: StoredGroup, config: Config) -> list[Trajectory]:
             logprobs=sample.logprobs,
             advantage=float(advantages[index]),
             spans=sample.spans,
+            masked=algorithm.overlong_filter and sample.finish_reason == "length",
+            kept_cache=config.generator.keep_kv_cache,
         )
         for index, sample in enumerate(samples)
     ]

@@ -1,10 +1,10 @@
-"""From trained groups to padded micro-batches: order, split over ranks, plan, collation.
+"""From trained groups to micro-batches: order, split over ranks, collation.
 
 Everything here is a pure function of its arguments, so that every rank, and every replay of a
 batch file, arrives at the same optimizer batch. The loss does not depend on how a mini-batch is
 split over ranks and micro-batches; only speed and memory do.
 
-Dimensions: B rows of a micro-batch, T padded positions of a row, N response tokens of all rows.
+Dimension N: the response tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from common.messages import Span
+from learner.rows import Layout, Rows, Tokens, lay_out
 
 Item = TypeVar("Item")
-Tokens = npt.NDArray[np.int32]
 Reals = npt.NDArray[np.float32]
-
-PAD = 0  # any valid token: nothing attends to a position on its right
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,8 @@ class Trajectory:
 
     `logprobs` are those of the behaviour policy, as recorded at sampling time; spans cover the
     response without gap or overlap. A masked trajectory counts in its group's mean and standard
-    deviation and in no loss.
+    deviation and in no loss. With `kept_cache` the engine kept its KV cache across updates, so
+    that tokens behind one in mid-response depend on the older weights too.
     """
 
     group: int
@@ -44,6 +43,7 @@ class Trajectory:
     advantage: float
     spans: Sequence[Span]
     masked: bool = False
+    kept_cache: bool = False
 
     def __post_init__(self) -> None:
         where = f"trajectory {self.group}/{self.sample}"
@@ -62,13 +62,22 @@ class Trajectory:
         return len(self.prompt_ids) + len(self.response_ids)
 
     def ages(self, version: int) -> Tokens:
-        """Versions between the policy that sampled each token and `version`, shape (tokens,)."""
+        """Versions between the oldest policy behind each token and `version`, shape (tokens,).
+
+        That is the one that sampled it; with a kept cache, the oldest of the response.
+        """
         numbers = np.array([version - span.number for span in self.spans], dtype=np.int32)
+        if self.kept_cache:
+            numbers[:] = numbers.max(initial=0)
         return np.repeat(numbers, [span.end - span.start for span in self.spans])
 
     def trained(self) -> npt.NDArray[np.bool_]:
         """Tokens that count in the loss: none if masked, else those with a finite log-prob."""
         return np.isfinite(self.logprobs) & (not self.masked)
+
+    @property
+    def trained_tokens(self) -> int:
+        return int(self.trained().sum())
 
 
 def token_count(item: Trajectory | Sequence[Trajectory]) -> int:
@@ -108,78 +117,68 @@ def share(
     return [items[index] for index in np.flatnonzero(owner == rank)]
 
 
-def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Indices of sequences of similar length, at most `token_budget` padded tokens a batch.
+class MiniBatch(NamedTuple):
+    """This rank's part of what one optimizer step trains on.
 
-    Padded tokens are rows × the longest row. The longest come first, so that memory runs out at
-    once or never. A sequence above the budget is alone.
-    """
-    plan: list[list[int]] = []
-    room = 0
-    for index in np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable").tolist():
-        if room == 0:
-            plan.append([])
-            room = max(1, token_budget // max(1, lengths[index]))
-        plan[-1].append(index)
-        room -= 1
-    return plan
-
-
-class Rows(NamedTuple):
-    """Right-padded sequences and where their responses are.
-
-    `index_N` points into the flattened B·T positions, at the one whose output predicts the
-    token in `labels_N`: the last of the prompt for the first token of a response.
+    For each trajectory: the factor of its tokens in the loss (`aggregation.token_scales`), and the
+    log-probs of its response under the learner's policy at the start of the batch and under the
+    reference policy, where the loss needs them.
     """
 
-    input_ids_BT: Tensor
-    index_N: Tensor
-    labels_N: Tensor
+    items: Sequence[Trajectory]
+    scales: Sequence[float]
+    start: Sequence[Reals] | None = None
+    reference: Sequence[Reals] | None = None
 
 
 class MicroBatch(NamedTuple):
     """Rows with what the loss needs of each response token.
 
-    `counted_N` is false in masked trajectories; `old_N` is None where the ratio is against the
-    behaviour policy itself.
+    `counted_N` is false in masked trajectories, `response_N` numbers the trajectories from 0 to
+    `responses` − 1. `start_N` and `reference_N` are None where the mini-batch has none.
     """
 
     rows: Rows
+    responses: int
+    response_N: Tensor
     behaviour_N: Tensor
-    old_N: Tensor | None
     advantage_N: Tensor
     counted_N: Tensor
     age_N: Tensor
+    scale_N: Tensor
+    start_N: Tensor | None
+    reference_N: Tensor | None
 
-
-def pack_rows(pairs: Sequence[tuple[Tokens, Tokens]]) -> Rows:
-    """Right-pad (prompt, response) pairs; responses follow each other in `labels_N`."""
-    prompts = np.array([len(prompt) for prompt, _ in pairs], dtype=np.int64)
-    responses = np.array([len(response) for _, response in pairs], dtype=np.int64)
-    totals = prompts + responses
-    width = int(totals.max())
-    ids_BT = np.full((len(pairs), width), PAD, dtype=np.int64)
-    row, column = _coordinates(totals)
-    ids_BT[row, column] = np.concatenate([part for pair in pairs for part in pair])
-    row, column = _coordinates(responses)
-    index_N = row * width + prompts[row] - 1 + column
-    labels_N = np.concatenate([response for _, response in pairs]).astype(np.int64)
-    return Rows(*(torch.from_numpy(array) for array in (ids_BT, index_N, labels_N)))
+    def to(self, device: torch.device) -> MicroBatch:
+        rows, responses, *columns = self
+        moved = [None if column is None else column.to(device) for column in columns]
+        return MicroBatch(rows.to(device), responses, *moved)  # type: ignore[arg-type]
 
 
 def collate(
-    trajectories: Sequence[Trajectory], version: int, old: Sequence[Reals] | None = None
+    mini: MiniBatch, chosen: Sequence[int], version: int, layout: Layout = "padded"
 ) -> MicroBatch:
-    """One micro-batch; `old` holds the learner's own log-probs of each response, if scored."""
-    lengths = [len(trajectory.response_ids) for trajectory in trajectories]
-    advantages = np.array([trajectory.advantage for trajectory in trajectories], dtype=np.float32)
+    """The micro-batch of the chosen trajectories; `version` is the policy's before the batch."""
+    items = [mini.items[index] for index in chosen]
+    lengths = [len(item.response_ids) for item in items]
+
+    def each(values: Sequence[Any], dtype: Any) -> Tensor:
+        return torch.from_numpy(np.repeat(np.array(values, dtype=dtype), lengths))
+
+    def scored(logprobs: Sequence[Reals] | None) -> Tensor | None:
+        return None if logprobs is None else _joined([logprobs[i] for i in chosen], np.float32)
+
     return MicroBatch(
-        pack_rows([(item.prompt_ids, item.response_ids) for item in trajectories]),
-        _joined([item.logprobs for item in trajectories], np.float32),
-        None if old is None else _joined(old, np.float32),
-        torch.from_numpy(np.repeat(advantages, lengths)),
-        torch.from_numpy(np.repeat([not item.masked for item in trajectories], lengths)),
-        _joined([item.ages(version) for item in trajectories], np.int64),
+        rows=lay_out([(item.prompt_ids, item.response_ids) for item in items], layout),
+        responses=len(items),
+        response_N=each(range(len(items)), np.int64),
+        behaviour_N=_joined([item.logprobs for item in items], np.float32),
+        advantage_N=each([item.advantage for item in items], np.float32),
+        counted_N=each([not item.masked for item in items], np.bool_),
+        age_N=_joined([item.ages(version) for item in items], np.int64),
+        scale_N=each([mini.scales[index] for index in chosen], np.float32),
+        start_N=scored(mini.start),
+        reference_N=scored(mini.reference),
     )
 
 
@@ -189,14 +188,7 @@ def idle_micro_batch() -> MicroBatch:
     idle = Trajectory(
         -1, -1, nothing, nothing, np.zeros(1, np.float32), 0.0, [Span(0, 0, 0, 1)], masked=True
     )
-    return collate([idle], version=0)
-
-
-def _coordinates(lengths: npt.NDArray[np.int64]) -> tuple[Any, Any]:
-    """Row and position within the row of every token of rows with these lengths."""
-    row = np.repeat(np.arange(len(lengths)), lengths)
-    starts = np.cumsum(lengths) - lengths
-    return row, np.arange(len(row)) - starts[row]
+    return collate(MiniBatch([idle], [0.0]), [0], version=0)
 
 
 def _joined(parts: Sequence[npt.NDArray[Any]], dtype: Any) -> Tensor:

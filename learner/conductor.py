@@ -2,6 +2,7 @@
 
 Turns travel over a gloo group of their own as length-prefixed JSON. Rank 0 tells one at least
 every few seconds (`wait` if there is nothing to do), so that no watchdog fires on an idle learner.
+What rank 0 does alone (a round's handshake, writing a manifest) counts against the deadline.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TURN_TIMEOUT_S = 1800.0
+from learner.runtime import COLLECTIVE_S
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Conductor:
 
     def __init__(self) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        limit = timedelta(seconds=TURN_TIMEOUT_S)
+        limit = timedelta(seconds=COLLECTIVE_S)
         self._group = dist.new_group(backend="gloo", timeout=limit) if self.world > 1 else None
 
     def tell(self, turn: Turn) -> Turn:

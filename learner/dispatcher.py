@@ -13,29 +13,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Awaitable, Collection, Iterable
 
-from common.broker import ROLLOUTS, VERDICTS, Broker, Entry
+from common.broker import VERDICTS, Broker, Entry
 from common.config import Config
-from common.data import Row, Sequence, base_ordinal, generation, recycled
+from common.data import Row
 from common.errors import MessageError
 from common.failpoints import failpoint
 from common.ledger import Fate, Ledger, Line
 from common.log import get_logger
-from common.messages import Verdict, decode
-from learner.admission import Admission, Group, Hold, Starved, Train
-from learner.evaluation import Examiner
-from learner.groups import Chosen, Judgements, OpenGroup
+from common.messages import Verdict, Version, decode
+from common.order import base_ordinal, order_of
+from learner.admission import UNCLAIMED_PER_GENERATOR, Admission
+from learner.decision import Group, Hold, Starved, Train
+from learner.evaluation import Examiner, is_problem
+from learner.generators import Pace, pace
+from learner.groups import Chosen, Judgements, OpenGroup, require_possible
+from learner.ordinals import Ordinals
+from learner.rollouts import RolloutKeeper
+from learner.streak import Streak
 from learner.streams import Streams
 from learner.timeline import Timeline
+from learner.upkeep import Upkeep
 
 PUMP_S = 0.02
 WATCH_S = 1.0
-CONSUMER = "learner"
-UNCLAIMED_PER_GENERATOR = 4
-"""Prompts that wait in the stream for each generator: enough that none runs dry, few enough that
-a prompt is started with weights that are young when it is claimed."""
 log = get_logger(__name__)
 
 
@@ -49,20 +52,26 @@ class Dispatcher:
         self.timeline = timeline
         algorithm, admission = config.algorithm, config.admission
         self.admission = Admission(
-            algorithm.groups_per_batch, admission.max_staleness, admission.oversample
-        )
-        self.sequence = Sequence(len(rows), config.run.seed)
+            algorithm.groups_per_batch, admission.max_staleness, admission.oversample,
+            admission.policy,
+        )  # fmt: skip
+        parts = (row.part for row in rows)
+        self.order = order_of(parts, config.data.weights, config.run.seed)
         self.open: dict[int, OpenGroup] = {}
         self.trained: set[int] = set()  # in batch files, not yet folded into the ledger
         self.tally = Judgements()
         self.streams = Streams(config, broker, timeline)
-        self.examiner = Examiner(self.streams, self.admission)
+        self.examiner = Examiner(self.streams, lambda: self.admission.published)
         self.may_dispatch = False
+        self.members: Counter[str] = Counter()
         self.generators = 0
+        self.pace = Pace()
         self.unclaimed = 0
-        self._next = 0
-        self._holes: deque[int] = deque()
-        self._pool: deque[tuple[int, int]] = deque()
+        after = min(4 * self.admission.capacity, len(rows))
+        self.ordinals = Ordinals(admission.recycles, after, self._is_taken)
+        self.streak = Streak(admission.give_up_after)
+        self.upkeep = Upkeep(self)
+        self.rollouts = RolloutKeeper(config, broker)
         self._chosen: set[int] = set()  # of the batch that is being written just now
         self._closing: set[int] = set()  # their fate is on its way to the disk and the server
         self._disk = asyncio.Lock()
@@ -75,40 +84,41 @@ class Dispatcher:
 
         `in_files` are the (ordinal, attempt) of batch files; `version` their newest batch.
         """
-        self.trained = {ordinal for ordinal, _ in in_files}
+        self.trained = {ordinal for ordinal, _ in in_files} - self.ledger.fates.keys()
         # The fence first: from here on no other learner changes anything, and nobody claims until
         # this one has published, so that what is unclaimed now stays so.
         unclaimed = set(await self.broker.publish(self.timeline.incarnation, ""))
         groups = []
         for gid, known in (await self.streams.known()).items():
-            ordinal = int(gid) if not gid.startswith("e") else -1
-            if ordinal < 0 or self._has_fate(ordinal):
+            ordinal = -1 if is_problem(gid) else int(gid)
+            if ordinal < 0 or self.has_fate(ordinal):
                 await self.streams.settle(gid)
                 continue
             self.open[ordinal] = OpenGroup(known.attempt, time.monotonic(), sent=True)
             oldest = min(known.least, version)
             groups.append(Group(ordinal, oldest, started=gid not in unclaimed))
-        self.admission.restore(version, version, groups, self._past_verdicts())
-        seen = [base_ordinal(o) for o in [*self.ledger.fates, *self.trained, *self.open]]
-        self._next = max(seen, default=-1) + 1
-        self._holes.extend(
-            o for o in range(self._next) if not self._has_fate(o) and o not in self.open
-        )
-        for line in self.ledger.fates.values():
-            self._return_prompt(line)
-        log.info("dispatcher ready", version=version, open=len(self.open), holes=len(self._holes),
-                 next_ordinal=self._next)  # fmt: skip
+        reasons = self._past_reasons()
+        self.streak.restore(reasons)
+        self.admission.restore(version, version, groups, (not reason for reason in reasons))
+        known_here = [*self.ledger.fates, *self.trained, *self.open]
+        self.ordinals.restore(known_here, self.ledger.fates.values())
+        log.info("dispatcher ready", version=version, open=len(self.open),
+                 holes=len(self.ordinals.holes), next_ordinal=self.ordinals.next_new)  # fmt: skip
 
-    def _past_verdicts(self) -> list[bool]:
-        """Whether the groups judged so far passed the filter, by their place in the sequence."""
-        passed = dict.fromkeys(self.trained, True)
+    def _past_reasons(self) -> list[str]:
+        """Why the groups judged so far were filtered, '' if they were not, by their place in the
+        sequence."""
+        reasons = dict.fromkeys(self.trained, "")
         for line in self.ledger.fates.values():
             if line.fate in ("trained", "filtered"):
-                passed[line.ordinal] = line.fate == "trained"
-        return [passed[ordinal] for ordinal in sorted(passed, key=base_ordinal)]
+                reasons[line.ordinal] = "" if line.fate == "trained" else line.reason
+        return [reasons[ordinal] for ordinal in sorted(reasons, key=base_ordinal)]
 
-    def _has_fate(self, ordinal: int) -> bool:
+    def has_fate(self, ordinal: int) -> bool:
         return ordinal in self.ledger.fates or ordinal in self.trained
+
+    def _is_taken(self, ordinal: int) -> bool:
+        return self.has_fate(ordinal) or ordinal in self.open
 
     # --- the loops ------------------------------------------------------------------------------
 
@@ -117,8 +127,11 @@ class Dispatcher:
         await asyncio.gather(self._receive(), self._pump(), self._watch())
 
     async def _receive(self) -> None:
+        consumer = f"learner.{self.timeline.incarnation}"
         while True:
-            entries = await self.broker.claim(VERDICTS, CONSUMER, 64, 500)
+            # an older incarnation has no use for what it claimed, or claims before it is fenced
+            entries = await self.broker.reclaim(VERDICTS, consumer, 64)
+            entries += await self.broker.claim(VERDICTS, consumer, 64, 1 if entries else 500)
             await self._take([entry for entry in entries if not self._holds(entry)])
 
     def _holds(self, entry: Entry) -> bool:
@@ -130,51 +143,56 @@ class Dispatcher:
                 await self._lose()
                 async with self._sending:
                     await self._dispatch()
-            await self.examiner.send(4 * UNCLAIMED_PER_GENERATOR * max(1, self.generators))
+            await self.examiner.send(self._unclaimed_limit)
             await asyncio.sleep(PUMP_S)
 
     async def _watch(self) -> None:
         disconnects = self.broker.disconnects
         while True:
             await asyncio.sleep(WATCH_S)
-            self.generators = len(await self.broker.members("generator"))
+            reports = await self.broker.reports()
+            living = await self.broker.members()
+            self.members = Counter(info.get("role", "") for info in living.values())
+            generators = [name for name in living if living[name].get("role") == "generator"]
+            self.generators, self.pace = len(generators), pace(reports, generators)
             if self.broker.disconnects != disconnects:
                 disconnects = self.broker.disconnects
-                await self._reconcile()
-            await self._silent()
+                await self.upkeep.reconcile()
+            await self.upkeep.silence(reports)
 
     # --- dispatch -------------------------------------------------------------------------------
+
+    @property
+    def _unclaimed_limit(self) -> int:
+        return UNCLAIMED_PER_GENERATOR * max(1, self.generators)
 
     async def _dispatch(self) -> None:
         """Send out as many prompts as admission allows."""
         sent = {ordinal: group for ordinal, group in self.open.items() if group.sent}
-        unclaimed = await self.broker.unclaimed()
+        # problems of an evaluation have a limit of their own: neither kind waits for the other
+        unclaimed = {gid for gid in await self.broker.unclaimed() if not is_problem(gid)}
         self.unclaimed = len(unclaimed)
         for ordinal, group in sent.items():
             if str(ordinal) not in unclaimed and self.open.get(ordinal) is group:
                 self.admission.claim(ordinal)
-        limit = UNCLAIMED_PER_GENERATOR * max(1, self.generators)
-        for _ in range(self.admission.can_dispatch(self.unclaimed, limit)):
+        allowed = self.admission.can_dispatch(self.unclaimed, self._unclaimed_limit)
+        for _ in range(min(allowed, self._worth_a_try())):
             if not self.may_dispatch:
                 return
-            ordinal = self._choose()
+            ordinal = self.ordinals.next()
             self.admission.dispatch(ordinal)
             self.open[ordinal] = OpenGroup(0, time.monotonic())
             await self._send(ordinal)
 
-    def _choose(self) -> int:
-        """The next ordinal: holes of a crash first, then prompts that came back, then new ones."""
-        if self._holes:
-            return self._holes.popleft()
-        if self._pool and self._pool[0][0] <= self._next:
-            return self._pool.popleft()[1]
-        self._next += 1
-        return self._next - 1
+    def _worth_a_try(self) -> int:
+        """How many groups may go out besides those pending, while hardly any is mixed."""
+        most = max(1, self.admission.capacity // self.streak.back_off)
+        return max(0, most - self.admission.counts().pending)
 
     async def _send(self, ordinal: int) -> None:
         """Put the prompt of an open group on the stream, under its attempt."""
         group = self.open[ordinal]
-        index = self.sequence.row(ordinal)
+        index = self.order.row(ordinal)
         row, published = self.rows[index], self.admission.published
         prompt = self.streams.prompt(str(ordinal), ordinal, group.attempt, index, row, published)
         await self.streams.put(prompt)
@@ -207,12 +225,13 @@ class Dispatcher:
     async def _take(self, entries: list[Entry]) -> None:
         """Handle verdicts; fates of one read share one fsync."""
         fates: list[Line] = []
+        poison: list[tuple[Entry, str]] = []
         later: list[Awaitable[None]] = []  # nothing is awaited before the fates are taken
         for entry in entries:
             try:
-                verdict = decode(Verdict, entry.data, self.config.max_message_bytes)
+                verdict = self._read(entry)
             except MessageError as error:
-                later.append(self.broker.bury(VERDICTS, entry, str(error)))
+                poison.append((entry, str(error)))
                 continue
             if verdict.evaluation:
                 later.append(self.examiner.take(entry, verdict))
@@ -226,18 +245,35 @@ class Dispatcher:
                 self.tally.failed += 1
                 later.append(self.redo([verdict.ordinal], verdict.reason))
                 continue
-            self.tally.add(verdict)
+            self._count(verdict)
             if line := self._judge(verdict):
                 fates.append(line)
         await self._close(fates)
         for action in later:
             await action
+        if poison:  # all at once: a flood of them must not hold up what is sound
+            await asyncio.gather(*(self.broker.bury(VERDICTS, entry, why) for entry, why in poison))
+
+    def _read(self, entry: Entry) -> Verdict:
+        config = self.config
+        verdict = decode(Verdict, entry.data, config.max_message_bytes)
+        samples = config.eval.samples if verdict.evaluation else config.algorithm.group_size
+        newest = Version(self.timeline.incarnation, self.admission.version)
+        require_possible(verdict, samples, newest)
+        return verdict
+
+    def _count(self, verdict: Verdict) -> None:
+        """For the figures, and for the question whether there is anything left to learn."""
+        self.tally.add(verdict)
+        if self.streak.judge("" if verdict.fate == "accepted" else verdict.reason):
+            log.warning("nothing to learn of late; fewer groups go out",
+                        one_in=self.streak.back_off, why=self.streak.explain())  # fmt: skip
 
     async def _drop(self, entry: Entry, verdict: Verdict) -> None:
         """A delivery that was repeated, or of an attempt that is over."""
         while verdict.ordinal in self._closing:  # its fate is not durable yet
             await asyncio.sleep(PUMP_S)
-        if self._has_fate(verdict.ordinal):
+        if self.has_fate(verdict.ordinal):
             await self.streams.settle(verdict.group)
         await self.streams.acknowledge(entry.id)
 
@@ -257,6 +293,8 @@ class Dispatcher:
         if self._chosen:
             return  # a late verdict may push a group of the batch being written behind the slots
         lost = self.admission.lost()
+        for ordinal in lost:
+            self.tally.lose(self.open[ordinal])
         await self._close([Line(o, self.open[o].attempt, "stale", "no slot") for o in lost])
 
     async def _close(self, lines: list[Line]) -> None:
@@ -270,8 +308,9 @@ class Dispatcher:
             self._closing.add(line.ordinal)
         await self._record(lines)
         failpoint("ledger_recorded")
+        await self.rollouts.closing(lines, self.admission.version + 1)
         for line, group in zip(lines, groups, strict=True):
-            self._return_prompt(line)
+            self.ordinals.give_back(line)
             await self.streams.settle(str(line.ordinal), group.entry)
             self._closing.discard(line.ordinal)
 
@@ -279,16 +318,6 @@ class Dispatcher:
         """Make fates durable without stopping the event loop for the fsync."""
         async with self._disk:
             await asyncio.to_thread(self.ledger.record, lines)
-
-    def _return_prompt(self, line: Line) -> None:
-        """A prompt that was lost comes back later in its epoch, not at the head of the queue."""
-        child = recycled(line.ordinal)
-        if line.fate not in ("stale", "failed") or self._has_fate(child) or child in self.open:
-            return
-        if generation(child) > self.config.admission.recycles:
-            return
-        after = 4 * self.admission.capacity
-        self._pool.append((base_ordinal(line.ordinal) + min(after, len(self.rows)), child))
 
     # --- what the trainer asks ------------------------------------------------------------------
 
@@ -328,6 +357,8 @@ class Dispatcher:
     async def fold(self, lines: list[Line]) -> None:
         """Batch files that a kept checkpoint contains become lines of the ledger."""
         await self._record(lines)
+        if lines:
+            failpoint("batches_folded")
         self.trained -= {line.ordinal for line in lines}
 
     async def end(self) -> None:
@@ -337,8 +368,18 @@ class Dispatcher:
             ends = [Line(o, g.attempt, "stale", "run ended") for o, g in self.open.items()]
             await self._close(ends)
         # what a crash left without a fate and nobody needed any more
-        await self._record([Line(o, 0, "stale", "run ended") for o in self._holes])
-        self._holes.clear()
+        await self._record([Line(o, 0, "stale", "run ended") for o in self.ordinals.holes])
+        self.ordinals.holes.clear()
+
+    async def nothing_left(self) -> str:
+        """Why the run is to end for want of mixed groups; empty while it is not.
+
+        A batch that is there, or that a hold only puts off, is trained first.
+        """
+        if not self.streak.over or not isinstance(self.admission.decide(), Starved):
+            return ""
+        self.may_dispatch = False
+        return f"nothing left to learn: {self.streak.explain()}"
 
     def waiting_for(self) -> str:
         """In words: why nothing is trained just now."""
@@ -346,55 +387,6 @@ class Dispatcher:
         if isinstance(decision, Hold | Starved):
             return self.admission.explain()
         return ""
-
-    # --- silence and reconnection ---------------------------------------------------------------
-
-    async def _silent(self) -> None:
-        """Groups without a new token for `silence_s` start anew, unless they wait for a worker.
-
-        The deadline runs on silence and not on elapsed time: long responses are no fault.
-        """
-        waiting: dict[str, OpenGroup] = {str(o): g for o, g in self.open.items() if not g.verdict}
-        examiner, problems = self.examiner, {}
-        evaluation = examiner.evaluation
-        if evaluation:
-            problems = {evaluation.group(index): index for index in examiner.asked}
-            waiting |= {gid: examiner.asked[index] for gid, index in problems.items()}
-        now, limit = time.monotonic(), self.config.admission.silence_s
-        for member, status in (await self.broker.reports()).items():
-            for gid, tokens in status.get("progress", {}).items():
-                group = waiting.get(gid)
-                if group is not None and group.tokens.get(member) != tokens:
-                    group.tokens[member], group.since = tokens, now
-        quiet = [gid for gid, group in waiting.items() if now - group.since > limit]
-        if not quiet:
-            return
-        known, why = await self.streams.known(), f"silent for {limit:g} s"
-        unclaimed, unjudged = await self.broker.unclaimed(), (await self.streams.depths())[ROLLOUTS]
-        for gid in quiet:
-            generated = gid in known and known[gid].state == "generated"
-            if gid in unclaimed or (generated and unjudged):
-                continue
-            if gid not in problems:
-                await self.redo([int(gid)], why)
-            elif evaluation and examiner.asked.get(problems[gid]) is waiting[gid]:
-                await examiner.ask_again(evaluation, problems[gid], why)
-
-    async def _reconcile(self) -> None:
-        """After a lost connection: groups that the server forgot go out again."""
-        mine, examiner = list(self.open), self.examiner
-        evaluation, asked = examiner.evaluation, list(examiner.asked)
-        known = await self.streams.known()
-        for gid in known:
-            if not gid.startswith("e") and self._has_fate(int(gid)):
-                await self.streams.settle(gid)  # it forgot that it was told to forget
-        forgotten = [ordinal for ordinal in mine if str(ordinal) not in known]
-        if forgotten:
-            log.warning("the server forgot open groups; they go out again", groups=len(forgotten))
-            await self.redo(forgotten, "forgotten by the server")
-        for index in asked:
-            if evaluation and evaluation.group(index) not in known and index in examiner.asked:
-                await examiner.ask(evaluation, index, examiner.asked[index].attempt)
 
     def fate_counts(self) -> dict[Fate | str, int]:
         """Groups by fate so far, those in batch files counted as trained."""

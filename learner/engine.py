@@ -1,17 +1,17 @@
-"""The training engine: DeepSpeed behind a small interface; with `runtime`, all that knows it.
+"""The training engine: DeepSpeed behind a small interface.
 
 - Every method is called on every rank, in the same order; a rank with less work runs idle
   micro-batches, so that collectives pair up.
 - A loss or gradient that is not finite changes no weight, on any rank.
-- One optimizer step per mini-batch, with one denominator: its count of unmasked tokens over all
-  ranks. The result does not depend on ranks, ZeRO stage or micro-batches beyond rounding.
+- One optimizer step per mini-batch; the factor of each token in its loss comes from counts over
+  all ranks. The result does not depend on ranks, ZeRO stage, micro-batches or the layout of their
+  rows beyond rounding.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,52 +23,35 @@ import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
-from common.buckets import plan_buckets
 from common.config import Config
-from common.errors import CheckpointError, NumericalError
-from learner.batch import (
-    MicroBatch,
-    Reals,
-    Rows,
-    Tokens,
-    Trajectory,
-    collate,
-    idle_micro_batch,
-    pack_rows,
-    plan_micro_batches,
-)
-from learner.export import TOKENIZER_FILES, copy_files
-from learner.loss import (
-    Clip,
-    gap_sums,
-    importance_sums,
-    importance_weights,
-    token_loss,
-    usable_tokens,
-)
+from common.errors import NumericalError
+from learner.aggregation import Counts, counts, token_scales
+from learner.batch import MiniBatch, Reals, Trajectory, collate, idle_micro_batch
+from learner.export import TOKENIZER_FILES, carry_settings, copy_files
+from learner.objective import micro_batch_loss
 from learner.policy import Policy
+from learner.reference import load_reference
+from learner.rows import Rows, Tokens, lay_out, plan_micro_batches
 from learner.runtime import (
+    agree,
     deepspeed,
     deepspeed_settings,
     join_ranks,
     load_model,
-    random_state,
-    set_random_state,
+    row_layout,
 )
+from learner.schedule import learning_rate
+from learner.state import load_state, save_state
 from learner.tally import Tally
-
-Shape = tuple[int, ...]
+from learner.weights import Shape, Weights
 
 _EXPORT_BYTES = 2**30
-_STATE = "state"
-_FACTS = "learner.json"
 
 
 class _Update(NamedTuple):
-    """One mini-batch: this rank's trajectories and plan, and what all ranks agree on."""
+    """One mini-batch: this rank's part and its plan, and what all ranks agree on."""
 
-    items: Sequence[Trajectory]
-    old: list[Reals] | None
+    mini: MiniBatch
     plan: list[list[int]]
     tokens: int
     rounds: int
@@ -89,15 +72,18 @@ class TrainEngine:
         torch.set_num_threads(config.learner.threads)
         self.device = join_ranks()
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self._stage = config.learner.zero_stage
+        self._layout = row_layout(config)
         settings = deepspeed_settings(config, self.world)
         policy = Policy(load_model(config, model_dir, settings))
+        self._reference = None
         with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory figures
             self._engine, *_ = deepspeed.initialize(
                 model=policy, model_parameters=list(policy.parameters()), config=settings
             )
+            if config.algorithm.kl_coefficient:
+                self._reference = load_reference(config, model_dir, self.world, self.device)
         self._engine.train()  # dropout is off; gradient checkpointing works in this mode only
-        self._parameters: list[tuple[str, Any]] = list(policy.model.named_parameters())
+        self._weights = Weights(policy.model, partitioned=config.learner.zero_stage == 3)
 
     @property
     def steps(self) -> int:
@@ -105,50 +91,61 @@ class TrainEngine:
         return int(self._engine.global_steps)
 
     def set_learning_rate(self, batch_number: int) -> float:
-        """Set and return the rate of a batch, counted from 1: a linear rise, then constant.
-
-        With `warmup_batches` = W, batch n trains at min(1, n / W) of the rate.
-        """
-        learner = self._config.learner
-        rate = learner.learning_rate
-        if learner.warmup_batches:
-            rate *= min(1.0, batch_number / learner.warmup_batches)
+        """Set and return the rate of a batch, counted from 1."""
+        rate = learning_rate(batch_number, self._config.run.batches, self._config.learner)
         self._set_hyper_parameters(lr=rate)
         return rate
 
-    # Scoring and training
+    def _set_hyper_parameters(self, **values: Any) -> None:
+        for group in self._engine.optimizer.param_groups:
+            group.update(values)
 
-    @torch.no_grad()
+    # Scoring
+
     def score(self, pairs: Sequence[tuple[Tokens, Tokens]], temperature: float) -> list[Reals]:
         """Log-probs of each response given its prompt, in the order of `pairs`.
 
         Every rank passes pairs of its own, possibly none.
         """
-        lengths = [len(prompt) + len(response) for prompt, response in pairs]
-        plan = plan_micro_batches(lengths, self._config.learner.micro_batch_tokens)
-        (rounds,) = self._agree([len(plan)], dist.ReduceOp.MAX)
+        return self._score(self._engine, pairs, temperature)
+
+    @torch.no_grad()
+    def _score(
+        self, policy: Any, pairs: Sequence[tuple[Tokens, Tokens]], temperature: float
+    ) -> list[Reals]:
+        plan = self._plan_rows([len(prompt) + len(response) for prompt, response in pairs])
+        (rounds,) = agree([len(plan)], dist.ReduceOp.MAX, self.device)
         scores: list[Reals] = [np.zeros(0, dtype=np.float32)] * len(pairs)
         for turn in range(rounds):
             if turn >= len(plan):
-                self._forward(idle_micro_batch().rows, temperature)
+                self._forward(policy, idle_micro_batch().rows, temperature)
                 continue
             chosen = [pairs[index] for index in plan[turn]]
-            logprob_N, _ = self._forward(pack_rows(chosen), temperature)
+            logprob_N, _ = self._forward(policy, lay_out(chosen, self._layout), temperature)
             ends = np.cumsum([len(response) for _, response in chosen])[:-1]
             parts = np.split(logprob_N.cpu().numpy(), ends)
             for index, part in zip(plan[turn], parts, strict=True):
                 scores[index] = part
         return scores
 
+    def _forward(self, policy: Any, rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:
+        chunk = self._config.learner.logit_chunk
+        logprob_N, entropy_N = policy(*rows.to(self.device), temperature, chunk)
+        return logprob_N, entropy_N
+
+    def _plan_rows(self, lengths: Sequence[int]) -> list[list[int]]:
+        budget = self._config.learner.micro_batch_tokens
+        return plan_micro_batches(lengths, budget, self._layout)
+
+    # Training
+
     def train_batch(
         self, mini_batches: Sequence[Sequence[Trajectory]], version: int
     ) -> dict[str, Any]:
         """Train one batch: one optimizer step for each mini-batch, in order.
 
-        `mini_batches` holds this rank's share of each, possibly empty; `version` is the policy's
-        version before the batch, from which the age of a token is counted. With one update the
-        ratio is against the recorded log-probs; with more, against the learner's own at the
-        start of the batch, and truncated importance weights correct for the difference.
+        `mini_batches` holds this rank's share of each in whole groups, possibly none; `version` is
+        the policy's version before the batch, from which the age of a token is counted.
 
         Returns the metrics of the whole batch, the same on every rank: floats, and under
         `gap_by_age` the mean |Δ log p| for each age in versions. A mini-batch without a token
@@ -158,18 +155,24 @@ class TrainEngine:
             NumericalError: a loss or a gradient norm is not finite. The weights are those of
                 the last good step; gradients are left over, so load a checkpoint to go on.
         """
-        updates, ages = self._plan(mini_batches, version)
-        total, losses, norms = Tally(ages, self.device), [], []
+        every = [trajectory for mini in mini_batches for trajectory in mini]
+        oldest = max((int(t.ages(version).max(initial=0)) for t in every), default=0)
+        ages = 1 + agree([oldest], dist.ReduceOp.MAX, self.device)[0]
+        updates = self._plan(mini_batches)
+        total = Tally(ages, self.device)
+        losses: list[float] = []
+        norms: list[float] = []
         for index, update in enumerate(updates):
             if update.tokens == 0:  # a step without gradient would still follow the momentum
                 continue
             tally = self._accumulate(update, version, ages)
-            total.add(tally)
-            losses.append(tally.sum_of("loss") / update.tokens)
+            # After a step the gap to the engine is no more that of the version that sampled.
+            total.add(tally, gaps=not norms or update.mini.start is not None)
+            losses.append(tally.sum_of("loss"))
             where = f"batch {version + 1}, mini-batch {index + 1} of {len(updates)}"
             norms.append(self._step(losses[-1], where))
         gaps, by_age = total.gaps()
-        return {
+        figures = {
             "loss": sum(losses) / max(1, len(losses)),
             "grad_norm": sum(norms) / max(1, len(norms)),
             "optimizer_steps": float(len(norms)),
@@ -177,28 +180,39 @@ class TrainEngine:
             **gaps,
             "gap_by_age": by_age,
         }
+        if self._reference is None:
+            del figures["kl_reference"]
+        return figures
 
-    def _plan(
-        self, mini_batches: Sequence[Sequence[Trajectory]], version: int
-    ) -> tuple[list[_Update], int]:
-        """The updates of a batch, and how many ages its tokens have at most on any rank."""
-        expected = self._config.algorithm.updates_per_batch
+    def _plan(self, mini_batches: Sequence[Sequence[Trajectory]]) -> list[_Update]:
+        """The updates of a batch: factors of tokens, log-probs of other policies, micro-batches."""
+        algorithm, constant = self._config.algorithm, self._config.loss_constant
+        expected = algorithm.updates_per_batch
         if len(mini_batches) != expected:
             raise ValueError(f"{len(mini_batches)} mini-batches for updates_per_batch = {expected}")
-        budget = self._config.learner.micro_batch_tokens
-        plans = [plan_micro_batches([t.tokens for t in mini], budget) for mini in mini_batches]
-        trained = [int(sum(t.trained().sum() for t in mini)) for mini in mini_batches]
-        every = [trajectory for mini in mini_batches for trajectory in mini]
-        oldest = max((int(t.ages(version).max(initial=0)) for t in every), default=0)
-        tokens = self._agree(trained, dist.ReduceOp.SUM)
-        *rounds, oldest = self._agree([*map(len, plans), oldest], dist.ReduceOp.MAX)
-        olds: list[Any] = [None] * expected
-        if expected > 1:
-            pairs = [(t.prompt_ids, t.response_ids) for t in every]
-            scores = iter(self.score(pairs, self._config.sampling.temperature))
-            olds = [[next(scores) for _ in mini] for mini in mini_batches]
-        rows = zip(mini_batches, olds, plans, tokens, rounds, strict=True)
-        return [_Update(*row) for row in rows], oldest + 1
+        own = [number for mini in mini_batches for number in counts(mini)]
+        summed = agree(own, dist.ReduceOp.SUM, self.device)
+        totals = [Counts(*part) for part in np.reshape(summed, (expected, -1)).tolist()]
+        plans = [self._plan_rows([item.tokens for item in mini]) for mini in mini_batches]
+        rounds = agree([len(plan) for plan in plans], dist.ReduceOp.MAX, self.device)
+        starts = self._logprobs(self._engine if algorithm.decoupled else None, mini_batches)
+        references = self._logprobs(self._reference, mini_batches)
+        updates = []
+        for index, (items, total) in enumerate(zip(mini_batches, totals, strict=True)):
+            scales = token_scales(items, total, algorithm.loss_aggregation, constant)
+            mini = MiniBatch(items, scales, starts[index], references[index])
+            updates.append(_Update(mini, plans[index], total.tokens, rounds[index]))
+        return updates
+
+    def _logprobs(
+        self, policy: Any | None, mini_batches: Sequence[Sequence[Trajectory]]
+    ) -> list[list[Reals] | None]:
+        """Log-probs of every response under a policy, by mini-batch; None each without a policy."""
+        if policy is None:
+            return [None] * len(mini_batches)
+        pairs = [(t.prompt_ids, t.response_ids) for mini in mini_batches for t in mini]
+        scores = iter(self._score(policy, pairs, self._config.sampling.temperature))
+        return [[next(scores) for _ in mini] for mini in mini_batches]
 
     def _accumulate(self, update: _Update, version: int, ages: int) -> Tally:
         """Gradients of one mini-batch, and its sums over all ranks."""
@@ -206,51 +220,18 @@ class TrainEngine:
         for turn in range(update.rounds):
             batch = idle_micro_batch()
             if turn < len(update.plan):
-                rows = update.plan[turn]
-                old = None if update.old is None else [update.old[row] for row in rows]
-                batch = collate([update.items[row] for row in rows], version, old)
+                batch = collate(update.mini, update.plan[turn], version, self._layout)
             self._engine.set_gradient_accumulation_boundary(turn == update.rounds - 1)
-            loss = self._count(batch, tally, ages)
+            scored = self._forward(self._engine, batch.rows, self._config.sampling.temperature)
+            loss, *figures = micro_batch_loss(
+                *scored, batch.to(self.device), self._config.algorithm, ages
+            )
+            tally.count(*figures)
             # DeepSpeed averages over ranks; the factor `world` makes it a sum.
-            self._engine.backward(loss * (self.world / update.tokens), scale_wrt_gas=False)
+            self._engine.backward(loss * self.world, scale_wrt_gas=False)
         dist.all_reduce(tally.vector)
         dist.all_reduce(tally.largest, op=dist.ReduceOp.MAX)
         return tally
-
-    def _count(self, batch: MicroBatch, tally: Tally, ages: int) -> Tensor:
-        """Forward pass of a micro-batch: the token sum of the loss; its sums go into `tally`."""
-        algorithm = self._config.algorithm
-        logprob_N, entropy_N = self._forward(batch.rows, self._config.sampling.temperature)
-        behaviour_N = batch.behaviour_N.to(self.device)
-        mask_N, nonfinite = usable_tokens(batch.counted_N.to(self.device), behaviour_N)
-        start_N = logprob_N.detach() if batch.old_N is None else batch.old_N.to(self.device)
-        weight_N = importance_weights(start_N, behaviour_N, mask_N, algorithm.importance_cap)
-        decoupled = batch.old_N is not None
-        result = token_loss(
-            logprob_N,
-            start_N if decoupled else behaviour_N,
-            batch.advantage_N.to(self.device),
-            mask_N,
-            Clip(algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip),
-            weight_N if decoupled else None,
-        )
-        with torch.no_grad():
-            gaps = gap_sums(start_N, behaviour_N, mask_N, batch.age_N.to(self.device), ages)
-            sums = {
-                "loss": result.loss,
-                "nonfinite": nonfinite,
-                "entropy": torch.where(mask_N, entropy_N, 0.0).sum(),
-                "probability": torch.where(mask_N, logprob_N.exp(), 0.0).sum(),
-                **importance_sums(weight_N),
-                **result.sums,
-            }
-            tally.count(sums, *gaps)
-        return result.loss
-
-    def _forward(self, rows: Rows, temperature: float) -> tuple[Tensor, Tensor]:
-        tensors = [tensor.to(self.device) for tensor in rows]
-        logprob_N, entropy_N = self._engine(*tensors, temperature, self._config.learner.logit_chunk)
-        return logprob_N, entropy_N
 
     def _step(self, loss: float, where: str) -> float:
         """Step unless loss or gradient norm is not finite; the gradient norm before clipping."""
@@ -263,78 +244,21 @@ class TrainEngine:
             raise NumericalError(f"{where}: the gradient norm is not finite; {cure}")
         return float(self._engine.get_global_grad_norm())
 
-    def _agree(self, numbers: Sequence[int], operation: Any) -> list[int]:
-        """Reduce small integers over all ranks."""
-        tensor = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        dist.all_reduce(tensor, op=operation)
-        return [int(number) for number in tensor.tolist()]
-
-    def _set_hyper_parameters(self, **values: Any) -> None:
-        for group in self._engine.optimizer.param_groups:
-            group.update(values)
-
-    # Weights
+    # Weights and checkpoints
 
     def manifest(self) -> list[tuple[str, Shape]]:
-        """Name (as in the Hugging Face checkpoint) and shape of every parameter; tied ones once."""
-        return [(name, tuple(_whole(parameter))) for name, parameter in self._parameters]
+        """As `Weights.manifest`."""
+        return self._weights.manifest()
 
     def buckets(
         self, bucket_bytes: int, dtype: torch.dtype
     ) -> Iterator[tuple[list[tuple[str, Shape]], Tensor | None]]:
-        """All weights in packs of whole tensors: (manifest entries, flat 1-D tensor).
-
-        The flat tensor is on the device of rank 0 and None elsewhere. Iterate on all ranks in
-        step; stopping early is allowed if all ranks stop at the same bucket. The cuts are
-        `plan_buckets` of the sizes in `dtype`.
-
-        Raises:
-            NumericalError: before the first bucket, on all ranks, if a weight is not finite.
-        """
-        self._require_finite()
-        manifest = self.manifest()
-        sizes = [math.prod(shape) * dtype.itemsize for _, shape in manifest]
-        for bucket in plan_buckets(sizes, bucket_bytes):
-            parameters = [self._parameters[index][1] for index in bucket]
-            yield [manifest[index] for index in bucket], self._gather(parameters, dtype)
-
-    @torch.no_grad()
-    def _gather(self, parameters: list[Any], dtype: torch.dtype) -> Tensor | None:
-        with deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
-            if self.rank != 0:
-                return None
-            return torch.cat([parameter.flatten().to(dtype) for parameter in parameters])
-
-    @torch.no_grad()
-    def _require_finite(self) -> None:
-        """Every rank checks what it owns, so that nothing has to be gathered for it."""
-        owned = [self._owned(parameter) for _, parameter in self._parameters]
-        finite = torch.stack([part.isfinite().all() for part in owned])
-        bad = torch.arange(len(owned), device=finite.device).masked_fill(finite, len(owned)).min()
-        (first,) = self._agree([int(bad)], dist.ReduceOp.MIN)
-        if first < len(owned):
-            raise NumericalError(
-                f"weight {self._parameters[first][0]} is not finite: nothing is published; "
-                "resume from the last checkpoint"
-            )
-
-    def _owned(self, parameter: Any) -> Tensor:
-        """This rank's part of a parameter, without padding; all of it below ZeRO-3."""
-        if self._stage < 3:
-            return torch.as_tensor(parameter)
-        part: Tensor = parameter.ds_tensor.flatten()
-        rest = math.prod(_whole(parameter)) - self.rank * part.numel()
-        return part[: max(0, rest)]
-
-    # Checkpoints
+        """As `Weights.buckets`."""
+        return self._weights.buckets(bucket_bytes, dtype)
 
     def save(self, directory: Path) -> None:
         """Write the state of weights, optimizer and random numbers of every rank."""
-        self._engine.save_checkpoint(str(directory), tag=_STATE, save_latest=False)
-        torch.save(random_state(), directory / f"random_{self.rank}.pt")
-        if self.rank == 0:
-            (directory / _FACTS).write_text(json.dumps(self._facts()))
-        dist.barrier()
+        save_state(self._engine, directory, self._facts())
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote, into an engine that has not trained yet.
@@ -343,31 +267,15 @@ class TrainEngine:
             CheckpointError: missing or unreadable, or of another number of ranks, ZeRO stage or
                 dtype; the message names the remedy.
         """
-        try:
-            facts = json.loads((directory / _FACTS).read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{directory} holds no learner state: {error}") from None
-        for key, here in self._facts().items():
-            if facts.get(key) != here:
-                there = facts.get(key)
-                raise CheckpointError(
-                    f"{directory} was saved with {key} = {there}, this learner has {here}; "
-                    f"set {key} = {there}, or `dapo export` it and start a new run from there"
-                )
-        numbers = directory / f"random_{self.rank}.pt"
-        loaded, _ = self._engine.load_checkpoint(str(directory), tag=_STATE)
-        if loaded is None or not numbers.exists():
-            raise CheckpointError(f"{directory} is incomplete; use an older checkpoint")
+        load_state(self._engine, directory, self._facts())
         # The optimizer state brings the hyper-parameters of its time; today's recipe decides.
         learner = self._config.learner
         self._set_hyper_parameters(betas=learner.betas, weight_decay=learner.weight_decay)
-        set_random_state(torch.load(numbers, weights_only=True))
-        dist.barrier()
 
     def _facts(self) -> dict[str, Any]:
         return {
             "learner.ranks": self.world,
-            "learner.zero_stage": self._stage,
+            "learner.zero_stage": self._config.learner.zero_stage,
             "model.dtype": self._config.model.dtype,
         }
 
@@ -388,9 +296,5 @@ class TrainEngine:
             model.config.save_pretrained(directory)
             model.generation_config.save_pretrained(directory)
             copy_files(tokenizer_dir, directory, TOKENIZER_FILES)
+            carry_settings(directory, self._config)
         dist.barrier()
-
-
-def _whole(parameter: Any) -> Shape:
-    """Shape of a parameter before ZeRO-3 cut it."""
-    return getattr(parameter, "ds_shape", parameter.shape)

@@ -7,9 +7,11 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from common.config import load_config
+from common.config import Config, load_config
 from common.errors import CheckpointError
+from common.stop_tokens import stop_token_ids
 from learner.checkpoint import Checkpoints
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*_tokens*.json", "chat_template*")
@@ -20,6 +22,27 @@ def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
     for pattern in patterns:
         for path in source.glob(pattern):
             shutil.copy(path, folder / path.name)
+
+
+def carry_settings(folder: Path, config: Config) -> None:
+    """Write what a run changed of its model's settings into an exported folder.
+
+    These are the positions (model.max_positions) and the stop tokens (sampling.stop_tokens):
+    whoever loads the folder uses the policy as it was trained.
+    """
+    if config.model.max_positions is not None:
+        _update(folder / "config.json", max_position_embeddings=config.model.max_positions)
+    if config.sampling.stop_tokens:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        stops = stop_token_ids(folder, tokenizer, config.sampling.stop_tokens)
+        _update(folder / "generation_config.json", eos_token_id=stops)
+
+
+def _update(path: Path, **keys: Any) -> None:
+    tree = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(tree | keys, indent=2) + "\n")
 
 
 def export(run_dir: Path, folder: Path) -> int:
@@ -52,4 +75,5 @@ def export(run_dir: Path, folder: Path) -> int:
     folder.mkdir(parents=True)
     save_torch_state_dict(tensors, folder, metadata={"format": "pt"})
     copy_files(model, folder, ("config.json", "generation_config.json", *TOKENIZER_FILES))
+    carry_settings(folder, config)
     return version

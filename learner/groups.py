@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from common.messages import Verdict
+from common.errors import MessageError
+from common.messages import Verdict, Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,21 @@ class Chosen:
     ordinal: int
     attempt: int
     verdict: Verdict
+
+
+def require_possible(verdict: Verdict, samples: int, newest: Version) -> None:
+    """Refuse a verdict that no verifier of this run can have given.
+
+    Raises:
+        MessageError: it has not `samples` samples, or one has a token of a version after `newest`.
+    """
+    if verdict.fate == "failed":
+        return
+    if len(verdict.samples) != samples:
+        raise MessageError(f"verdict: {len(verdict.samples)} samples in a group of {samples}")
+    latest = max(sample.newest for sample in verdict.samples)
+    if latest > newest:
+        raise MessageError(f"verdict: a token of version {latest}, but the newest one is {newest}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,47 +60,48 @@ class OpenGroup:
 
 @dataclass
 class Judgements:
-    """What was judged since the last batch: what is reported as 'before the filter'."""
+    """What was judged since the last batch: what is reported as 'before the filter'.
+
+    `lengths` are tokens of each sample judged, `passed` tokens of each group that passed the
+    filter, `lost` tokens so far of each group that was lost while it was generated.
+    """
 
     groups: int = 0
     failed: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
-    samples: int = 0
     correct: int = 0
     no_answer: int = 0
     truncated: int = 0
     reward: float = 0.0
-    length: int = 0
+    penalty: float = 0.0
+    lengths: list[int] = field(default_factory=list)
+    passed: list[int] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
 
     def add(self, verdict: Verdict) -> None:
         self.groups += 1
         self.reasons[verdict.reason] += 1
         for item in verdict.samples:
-            self.samples += 1
             self.correct += item.outcome == "correct"
             self.no_answer += item.outcome == "no_answer"
             self.truncated += item.truncated
             self.reward += item.reward
-            self.length += item.length
+            self.penalty += item.penalty
+            self.lengths.append(item.length)
+        if verdict.fate == "accepted":
+            self.passed.append(group_tokens(verdict))
 
-    def figures(self) -> dict[str, float | None]:
-        """Shares and means over all samples judged, filtered ones included; None if there were
-        none, as when a batch is formed of groups that were left over."""
+    def lose(self, group: OpenGroup) -> None:
+        """A group has found no slot; of interest here if it was still generated."""
+        if group.verdict is None:
+            self.lost.append(max(group.tokens.values(), default=0))
 
-        def share(part: float, whole: int) -> float | None:
-            return part / whole if whole else None
+    @property
+    def acceptance(self) -> float | None:
+        """Share of the groups judged that passed the filter; None if none was judged."""
+        return len(self.passed) / self.groups if self.groups else None
 
-        return {
-            "accuracy_raw": share(self.correct, self.samples),
-            "reward_raw": share(self.reward, self.samples),
-            "length_mean_raw": share(self.length, self.samples),
-            "no_answer_share": share(self.no_answer, self.samples),
-            "truncated_share": share(self.truncated, self.samples),
-            "acceptance": share(self.reasons["mixed"], self.groups),
-            "all_correct_share": share(self.reasons["all_correct"], self.groups),
-            "all_wrong_share": share(
-                self.reasons["all_wrong"] + self.reasons["no_answer"], self.groups
-            ),
-            "groups_judged": self.groups,
-            "verdicts_failed": self.failed,
-        }
+
+def group_tokens(verdict: Verdict) -> int:
+    """Response tokens of all samples of a group."""
+    return sum(item.length for item in verdict.samples)

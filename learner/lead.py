@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from common.batch_files import BatchFiles
+from common.audit import forget_end, mark_ended
+from common.batch_files import BatchFiles, StoredGroup
 from common.broker import Broker
 from common.config import Config
 from common.data import Row
-from common.ledger import Ledger, Line
+from common.ledger import Ledger
 from common.log import get_logger
 from common.messages import Version
 from common.metrics import Metrics, read_metrics
 from common.process import rss_mib
+from common.results import write_results
 from common.rounds import Go, Reply
 from learner.assemble import Item, response_tokens, split
 from learner.background import Background
@@ -30,13 +33,24 @@ from learner.conductor import Turn
 from learner.dispatcher import Dispatcher
 from learner.evaluation import Evaluation
 from learner.figures import batch_figures
-from learner.groups import Chosen
+from learner.groups import Chosen, Judgements, group_tokens
+from learner.length_bias import LengthBias
+from learner.progress import Progress
 from learner.publisher import Publisher
+from learner.pulse import Pulse
+from learner.resume import frontier
+from learner.stall import WAIT, StallWatch
 from learner.timeline import Timeline
 
 POLL_S = 0.05
 TURN_S = 1.0
 PROBE_TOKENS = 64
+BIAS_BATCHES = 32
+"""Batches over which generated and trained lengths are compared."""
+SPENT_ON = {
+    "train": "training", "publish": "publishing", "checkpoint": "saving", "export": "saving",
+}  # fmt: skip
+"""What the time of a turn is counted as."""
 log = get_logger(__name__)
 
 
@@ -45,17 +59,20 @@ class Lead:
 
     def __init__(
         self, config: Config, broker: Broker, background: Background, rows: list[Row],
-        heldout: list[Row], host: str, world: int,
+        heldout: dict[str, list[Row]], host: str, world: int, metrics: Metrics, progress: Progress,
+        pulse: Pulse,
     ) -> None:  # fmt: skip
         self.config, self.broker, self.background = config, broker, background
         self.heldout, self.host, self.world = heldout, host, world
-        self.metrics = Metrics(config.run_dir)
+        self.metrics, self.progress = metrics, progress
         self.timeline = Timeline.open(config.run_dir)
-        self.ledger = Ledger(config.run_dir / "ledger.jsonl")
+        self.ledger = Ledger(config.run_dir / "ledger.jsonl", self.timeline.require_current)
         self.files = BatchFiles(config.run_dir)
         self.dispatcher = Dispatcher(config, broker, self.ledger, self.timeline, rows)
         self.publisher = Publisher(config, broker, self.timeline, host)
-        self.probe = _probe([*heldout, *rows], config)
+        self.bias = LengthBias(BIAS_BATCHES * config.algorithm.groups_per_batch)
+        self.probe = _probe([*chain(*heldout.values()), *rows], config)
+        self.stall = StallWatch(progress, self.dispatcher, pulse)
         self.stopping = ""
         self._published: Version | None = None
         self._batch: list[Chosen] = []
@@ -65,13 +82,20 @@ class Lead:
         self._saved = 0
         self._exported = False
         self._complete = False
-        self._idle_since = self._last_progress = time.monotonic()
+        self._ending = ""  # why the run ends before all its batches are trained
+        self._idle_since = time.monotonic()
         self._times: dict[str, float] = {"publish_s": 0.0}
         self._look_for_joiners_at = 0.0
+
+    def stop(self, why: str) -> None:
+        """End soon, with a checkpoint; a round that is under way is given up. From any thread."""
+        self.stopping = why
+        self.publisher.ending = True
 
     def start(self, version: int, saved: int) -> None:
         """Begin an incarnation at `version`, resumed from checkpoint `saved`."""
         self.timeline.begin(version)
+        forget_end(self.config.run_dir)
         in_files = [group for v in self.files.versions() for group in self.files.groups_of(v)]
         self.background.call(self.dispatcher.start(version, in_files))
         self._evaluated = {str(row["label"]) for row in read_metrics(self.config.run_dir, "eval")}
@@ -80,35 +104,48 @@ class Lead:
 
     async def _streams(self) -> None:
         async with self.broker.lease("learner", "learner", {"world": self.world}):
-            await asyncio.gather(self.dispatcher.run(), self._report())
+            watch = self.progress.vitals.watch_loop()
+            await asyncio.gather(self.dispatcher.run(), self._report(), self.stall.run(), watch)
 
     # --- the decision ---------------------------------------------------------------------------
 
     def decide(self, version: int) -> Turn:
         """The next turn; takes about a second at most where there is nothing to do."""
-        deadline = time.monotonic() + TURN_S
+        deadline, clock = time.monotonic() + TURN_S, self.progress.clock
+        self.stall.turn = WAIT
+        clock.enter("waiting")
         while True:
             self.background.check()
             if turn := self._next(version):
+                clock.enter(SPENT_ON.get(turn.do, "waiting"))
+                self.stall.turn = turn
                 return turn
             if time.monotonic() > deadline:
-                self._complain()
                 return Turn("wait", version)
             time.sleep(POLL_S)
 
     def _next(self, version: int) -> Turn | None:
-        total = self.config.run.batches
         if self.stopping:
             return self._stop(version)
         if self._round_due(version):
             return self._open_round(version)
-        if self._evaluating(version, total):
+        over = self._over(version)
+        if self._evaluating(version, over):
+            self.progress.clock.enter("evaluating")
             return None
+        self.progress.clock.enter("waiting")
         if version > self._saved and (version % self.config.checkpoint.every == 0):
             return Turn("checkpoint", version)
-        if version >= total:
-            return self._finish(version)
-        return self._train(version)
+        return self._finish(version) if over else self._train(version)
+
+    def _over(self, version: int) -> bool:
+        """Whether all batches are trained, or nothing is left to learn."""
+        if version >= self.config.run.batches or self._ending:
+            return True
+        self._ending = self.background.call(self.dispatcher.nothing_left())
+        if self._ending:
+            log.warning("the run ends early", version=version, why=self._ending)
+        return bool(self._ending)
 
     def _stop(self, version: int) -> Turn:
         """SIGTERM: save what was trained, then end; generators keep what they hold."""
@@ -121,6 +158,7 @@ class Lead:
             return Turn("export", version)
         if not self._complete:
             self.background.call(self.dispatcher.end())
+            mark_ended(self.config.run_dir, version, self._ending)
             self._complete = True
         return Turn("stop", version)
 
@@ -134,24 +172,16 @@ class Lead:
         minis = split(items, self.config, version, self.world)
         return Turn("train", version, {"minis": minis, "prefix": self.broker.key("")})
 
-    def _complain(self) -> None:
-        """Say what is waited for, and since when, once no batch has come for a while."""
-        silent = time.monotonic() - self._last_progress
-        if silent < self.config.run.stall_s:
-            return
-        self._last_progress = time.monotonic()
-        why = self.dispatcher.waiting_for() or "an evaluation"
-        log.error("no progress", since_s=round(silent), waiting_for=why,
-                  generators=self.dispatcher.generators)  # fmt: skip
-
     # --- training -------------------------------------------------------------------------------
 
     def not_committed(self, missing: list[int]) -> None:
         """Payloads are gone from the server: those groups are generated again."""
         self.background.call(self.dispatcher.not_committed(missing, "payload missing"))
 
-    def committed(self) -> None:
+    def committed(self, version: int, groups: list[StoredGroup]) -> None:
+        """The batch that makes `version` is durable; `groups` are this rank's."""
         self.background.call(self.dispatcher.committed(self._batch))
+        self.dispatcher.rollouts.trained(groups, version)
 
     def trained(self, figures: dict[str, Any], seconds: float) -> None:
         """Capacity returns; the figures of the batch are recorded."""
@@ -159,7 +189,8 @@ class Lead:
         version = self.dispatcher.admission.version
         row = batch_figures(figures, self._batch, tally, version - 1)
         row |= {"train_s": seconds, **self._times, "rss_mib": rss_mib()}
-        row |= self.background.call(self.dispatcher.streams.depths())
+        row |= self.progress.batch(row["tokens_trained"])
+        row |= self._pipeline_figures(tally)
         row |= {f"groups_{k}": n for k, n in self.dispatcher.fate_counts().items()}
         self.metrics.log("batch", version, row)
         log.info(
@@ -169,19 +200,32 @@ class Lead:
             wait_s=round(self._times["wait_s"], 2), train_s=round(seconds, 2),
             entropy=round(row["entropy"], 3),
         )  # fmt: skip
-        self._idle_since = self._last_progress = time.monotonic()
+        self._times["publish_s"] = 0.0
+        self._idle_since = time.monotonic()
+
+    def _pipeline_figures(self, judged: Judgements) -> dict[str, Any]:
+        """Queues, what the generators do, and whether long groups come short."""
+        counts, pace = self.dispatcher.admission.counts(), self.dispatcher.pace
+        self.bias.add([group_tokens(chosen.verdict) for chosen in self._batch], judged)
+        return {
+            **self.background.call(self.dispatcher.streams.depths()),
+            "groups_accepted": counts.accepted,
+            "groups_pending": counts.pending,
+            "samples_running": pace.running,
+            "tokens_per_second_generated": pace.tokens_per_s,
+            "long_ratio": self.bias.ratio,
+        }
+
+    def frontier(self) -> dict[str, int]:
+        """What a checkpoint says of the ledger."""
+        return frontier(self.ledger, self.dispatcher.trained)
 
     def checkpointed(self, version: int, oldest: int) -> None:
         """Batch files that every kept checkpoint contains become lines of the ledger."""
         self._saved = version
         self._idle_since = time.monotonic()
         done = [v for v in self.files.versions() if v <= oldest]
-        lines = [
-            Line(ordinal, attempt, "trained", "", v)
-            for v in done
-            for ordinal, attempt in self.files.groups_of(v)
-        ]
-        self.background.call(self.dispatcher.fold(lines))
+        self.background.call(self.dispatcher.fold(self.files.fates(done)))
         self.files.remove(done, keep=self.config.checkpoint.archive_batches)
 
     def exported(self) -> None:
@@ -203,9 +247,12 @@ class Lead:
 
     def _open_round(self, version: int) -> Turn:
         """Call the members together."""
+        self.progress.clock.enter("publishing")
         target = Version(self.timeline.incarnation, version)
-        patience = 300.0 + self.config.publish.ready_timeout_s
+        patience = self.background.limit_s + self.config.publish.ready_timeout_s
         self._round, self._ready = self.background.call(self.publisher.call(target), patience)
+        if self.stopping:
+            return self._stop(version)
         plan = {
             "round": self._round, "version": list(target), "members": bool(self._ready),
             "probe": self.probe,
@@ -219,8 +266,13 @@ class Lead:
     def say_go(self, go: Go) -> None:
         self.background.call(self.publisher.say(go))
 
+    def require_living(self, go: Go) -> None:
+        """Raises RoundError once a member of the round is dead."""
+        self.background.call(self.publisher.require_living(go))
+
     def round_failed(self, go: Go, why: str) -> None:
         self.publisher.broken()
+        self.progress.rounds_failed += 1
         figures = {"round": go.round, "failed": why}
         self.metrics.log("round", self.dispatcher.admission.version, figures)
         log.error("weight round failed", round=go.round, version=go.version, why=why)
@@ -228,7 +280,7 @@ class Lead:
     def collect(
         self, go: Go, own: npt.NDArray[np.float32], deadline: float
     ) -> tuple[list[str], float]:
-        patience = 300.0 + self.config.publish.round_timeout_s
+        patience = self.background.limit_s + self.config.publish.round_timeout_s
         return self.background.call(self.publisher.collect(go, own, deadline), patience)
 
     def published(
@@ -238,7 +290,7 @@ class Lead:
         """The round is over: who came through may claim from now on."""
         self.background.call(self._publish(round_id, version, members))
         self._published = version
-        self._times["publish_s"] = seconds
+        self._times["publish_s"] += seconds
         self._idle_since = time.monotonic()
         figures = {
             "round": round_id, "members": len(members), "probe_gap": gap, "seconds": seconds,
@@ -252,11 +304,11 @@ class Lead:
         """In the event loop, whose other tasks use the admission's state."""
         unclaimed = await self.publisher.publish(round_id, version, members)
         self.dispatcher.admission.publish(version.number, unclaimed)
-        self.dispatcher.may_dispatch = version.number < self.config.run.batches
+        self.dispatcher.may_dispatch = version.number < self.config.run.batches and not self._ending
 
     # --- evaluation -----------------------------------------------------------------------------
 
-    def _evaluating(self, version: int, total: int) -> bool:
+    def _evaluating(self, version: int, over: bool) -> bool:
         """Start an evaluation that is due, report one that is done; True if training must wait."""
         if not self.heldout:
             return False
@@ -265,54 +317,49 @@ class Lead:
             if running.done:
                 self._evaluation_done(running, version)
                 return False
-            return running.label in ("before", "after") or version >= total
-        label = self._label(version, total)
+            return running.label in ("before", "after") or over
+        label = self._label(version, over)
         if label is None or label in self._evaluated:
             return False
         self.background.call(self.dispatcher.examiner.begin(Evaluation(label, self.heldout)))
         return label in ("before", "after")
 
-    def _label(self, version: int, total: int) -> str | None:
+    def _label(self, version: int, over: bool) -> str | None:
         every = self.config.eval.every
         if version == 0:
             return "before"
-        if version >= total:
+        if over:
             return "after"
         return str(version) if every and version % every == 0 else None
 
     def _evaluation_done(self, evaluation: Evaluation, version: int) -> None:
         self.dispatcher.examiner.evaluation = None
         self._evaluated.add(evaluation.label)
+        path = self.config.run_dir / "evaluations" / f"{evaluation.label}.jsonl"
+        write_results(path, evaluation.ordered())
         result = evaluation.result()
         self.metrics.log("eval", version, result)
-        self._last_progress = self._idle_since = time.monotonic()
-        log.info("evaluation", label=evaluation.label, accuracy=round(result["accuracy"], 4),
-                 error=round(result["standard_error"], 4), versions=result["versions"])  # fmt: skip
+        self._idle_since = time.monotonic()
+        self.progress.evaluation()
+        log.info("evaluation", label=evaluation.label, accuracy=result["accuracy"],
+                 error=result["standard_error"], versions=result["versions"])  # fmt: skip
 
     # --- status and the end -----------------------------------------------------------------------
 
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(1.0)
-            admission = self.dispatcher.admission
-            counts = admission.counts()
-            status = {
-                "role": "learner", "time": time.time(), "version": admission.version,
-                "published": str(self._published), "batches": self.config.run.batches,
-                "open": counts.open, "capacity": counts.capacity, "accepted": counts.accepted,
-                "pending": counts.pending, "training": counts.training,
-                "unclaimed": self.dispatcher.unclaimed, "generators": self.dispatcher.generators,
-                "waiting_for": self.dispatcher.waiting_for(),
-                "fates": self.dispatcher.fate_counts(), "rss_mib": round(rss_mib()),
-            }  # fmt: skip
+            queues = await self.dispatcher.streams.depths()
+            status = self.progress.report(self.dispatcher, str(self._published), queues)
             await self.broker.report("learner", status)
 
     def close(self) -> None:
         """End the run for every role if it is complete, and leave the server."""
         if self._complete:
-            self.background.call(self.broker.end("complete"))
+            self.background.call(self.broker.end(self._ending or "complete"))
             log.info("the run is complete", **self.dispatcher.fate_counts())
         self.background.stop(self.broker.close())
+        self.dispatcher.rollouts.close()
         self.ledger.close()
         self.metrics.close()
 

@@ -1,8 +1,8 @@
-"""The token-level DAPO loss and the sums behind every metric of a batch, as pure functions.
+"""The DAPO loss of each token and the sums behind the metrics of a batch, as pure functions.
 
-Everything is returned as a sum over tokens: sums of micro-batches and ranks add up exactly, and
-the caller divides once, by the token count of the whole optimizer batch. A token that is masked
-is missing from the numerator and from the denominator alike.
+Figures are returned as sums over tokens: those of micro-batches and ranks add up exactly, and the
+caller divides once, by the token count of the whole optimizer batch. A token that is masked has
+loss 0 and is in no sum. `aggregation` says how token losses become that of the batch.
 
 Dimension N: the response tokens of one micro-batch. Log-probs are natural logarithms under the
 sampling temperature. `behaviour` is the policy that sampled the token, `old` the one that the
@@ -28,9 +28,9 @@ class Clip(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """`loss` is the sum over unmasked tokens, with its graph; `sums` are detached scalars."""
+    """`loss_N` has its graph and is 0 where masked; `sums` are detached scalars."""
 
-    loss: Tensor
+    loss_N: Tensor
     sums: dict[str, Tensor]
 
 
@@ -47,55 +47,45 @@ def log_ratio(new_N: Tensor, old_N: Tensor, mask_N: Tensor) -> Tensor:
     return torch.where(mask_N, difference_N, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def importance_weights(start_N: Tensor, behaviour_N: Tensor, mask_N: Tensor, cap: float) -> Tensor:
-    """Truncated importance weights min(exp(start − behaviour), cap), detached; 0 where masked."""
-    weight_N = log_ratio(start_N.detach(), behaviour_N, mask_N).exp().clamp(max=cap)
-    return torch.where(mask_N, weight_N, 0.0)
+def k3(delta_N: Tensor) -> Tensor:
+    """k3 estimate of KL(p ‖ q) on tokens drawn from p, with delta = log q − log p.
+
+    exp(delta) − 1 − delta: unbiased and never negative (Schulman, "Approximating KL divergence",
+    2020; as a loss in GRPO, arXiv 2402.03300, equation 4).
+    """
+    return delta_N.exp() - 1 - delta_N
 
 
 def token_loss(
-    logprob_N: Tensor,
-    old_N: Tensor,
-    advantage_N: Tensor,
-    mask_N: Tensor,
-    clip: Clip,
-    weight_N: Tensor | None = None,
+    logprob_N: Tensor, old_N: Tensor, advantage_N: Tensor, mask_N: Tensor, clip: Clip
 ) -> TokenLoss:
     """Decoupled clip with dual clip (arXiv 2503.14476, equation 8; dual clip arXiv 1912.09729).
 
     With r = exp(logprob − old): −min(r·A, clip(r, 1 − low, 1 + high)·A), and where A < 0 at most
-    −c·A. `weight_N` multiplies each token's loss; the denominator stays the token count.
+    −c·A.
 
-    Sums: tokens, clip_upper (r > 1 + high, A > 0), clip_lower (r < 1 − low, A < 0), ratio,
-    k3 (r⁻¹-free estimate of KL(old ‖ new): r − 1 − log r) and abs_delta (|logprob − old|).
+    Sums: tokens, clip_upper (r > 1 + high, A > 0), clip_lower (r < 1 − low, A < 0), clip_dual
+    (r > c, A < 0), ratio, and k3 of KL(old ‖ new).
     """
     delta_N = log_ratio(logprob_N, old_N, mask_N)
     ratio_N = delta_N.exp()
     clipped_N = ratio_N.clamp(1 - clip.low, 1 + clip.high)
     objective_N = torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
+    dual_N = torch.zeros_like(mask_N)
     if clip.dual is not None:
-        bounded_N = torch.maximum(objective_N, clip.dual * advantage_N)
-        objective_N = torch.where(advantage_N < 0, bounded_N, objective_N)
-    if weight_N is not None:
-        objective_N = objective_N * weight_N
-    loss = -torch.where(mask_N, objective_N, 0.0).sum()
+        dual_N = mask_N & (advantage_N < 0) & (objective_N < clip.dual * advantage_N)
+        objective_N = torch.where(dual_N, clip.dual * advantage_N, objective_N)
+    loss_N = -torch.where(mask_N, objective_N, 0.0)
     with torch.no_grad():
-        upper_N = mask_N & (ratio_N > 1 + clip.high) & (advantage_N > 0)
-        lower_N = mask_N & (ratio_N < 1 - clip.low) & (advantage_N < 0)
         sums = {
             "tokens": mask_N.sum(),
-            "clip_upper": upper_N.sum(),
-            "clip_lower": lower_N.sum(),
+            "clip_upper": (mask_N & (ratio_N > 1 + clip.high) & (advantage_N > 0)).sum(),
+            "clip_lower": (mask_N & (ratio_N < 1 - clip.low) & (advantage_N < 0)).sum(),
+            "clip_dual": dual_N.sum(),
             "ratio": torch.where(mask_N, ratio_N, 0.0).sum(),
-            "k3": (ratio_N - 1 - delta_N).sum(),
-            "abs_delta": delta_N.abs().sum(),
+            "k3": k3(delta_N).sum(),
         }
-    return TokenLoss(loss, sums)
-
-
-def importance_sums(weight_N: Tensor) -> dict[str, Tensor]:
-    """Σ w and Σ w²; the effective sample size is (Σ w)² / Σ w², in tokens."""
-    return {"importance": weight_N.sum(), "importance_squared": weight_N.square().sum()}
+    return TokenLoss(loss_N, sums)
 
 
 def gap_sums(
@@ -111,7 +101,7 @@ def gap_sums(
     delta_N = torch.where(mask_N, start_N.detach() - torch.where(mask_N, behaviour_N, 0.0), 0.0)
     clamped_N = delta_N.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     columns_N3 = torch.stack(
-        [delta_N.abs(), clamped_N.exp() - 1 - clamped_N, mask_N.to(delta_N.dtype)], dim=1
+        [delta_N.abs(), k3(clamped_N), mask_N.to(delta_N.dtype)], dim=1
     ).double()
     table_A3 = torch.zeros(ages, 3, dtype=torch.float64, device=delta_N.device)
     table_A3.index_add_(0, age_N.clamp(0, ages - 1), columns_N3)

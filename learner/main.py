@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,10 +10,15 @@ from urllib.parse import urlsplit
 import redis
 
 from common import log
-from common.broker import SOCKET_TIMEOUT_S, Broker
+from common.broker import SOCKET_TIMEOUT_S
+from common.checks import require_sound
 from common.config import Config
-from common.data import Row, load_rows
+from common.connection import connect
+from common.exporters import exporters_of
+from common.metrics import Metrics
+from common.prometheus import Prometheus
 from common.startup import log_file, member_name, redis_url, require_model, write_config
+from common.stopping import CLOSE_S, end_within, on_stop
 
 
 def main(config: Config) -> None:
@@ -23,17 +27,23 @@ def main(config: Config) -> None:
     name = member_name(f"learner-rank{rank}")
     log.configure("learner", name, config.run.name, log_file(config))
     folder, url = require_model(config), redis_url(config)
+    if rank == 0:
+        require_sound(config)
     client = redis.Redis.from_url(url, socket_timeout=SOCKET_TIMEOUT_S)
     # what can be wrong without the engine is found before it is loaded
     parts = _Rank0(config, folder, url) if rank == 0 else None
 
     from learner.engine import TrainEngine
+    from learner.pulse import Pulse
     from learner.trainer import Trainer
 
     engine = TrainEngine(config, folder)
-    lead = parts.lead(engine.world) if parts else None
-    _on_terminate(lead)
+    pulse = Pulse.of_this_process()
+    lead = parts.lead(engine.world, pulse) if parts else None
+    # rank 0 decides when to stop; the other ranks wait for its turn
+    on_stop(lead.stop if lead else lambda _: None, config.learner.stop_s)
     Trainer(config, engine, client, lead).run()
+    end_within(CLOSE_S)
     if engine.world > 1:
         import torch.distributed as dist
 
@@ -47,26 +57,25 @@ class _Rank0:
         from transformers import AutoTokenizer
 
         from learner.background import Background
+        from learner.problems import load_problems
+        from learner.progress import Progress
         from learner.timeline import RunLock
 
         self.config, self.url = config, url
         self.lock = RunLock(config.run_dir)
         write_config(config)
+        prometheus = Prometheus("learner", "learner")
+        prometheus.serve(config.metrics.host, config.metrics.port)
+        self.metrics = Metrics(config.run_dir, [prometheus, *exporters_of(config)])
+        self.progress = Progress(config, prometheus)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self.rows = self._load(tokenizer, config.data.train)
-        heldout = config.data.heldout
-        self.heldout = self._load(tokenizer, [heldout])[: config.eval.problems] if heldout else []
-        self.background = Background()
-        self.broker = self.background.call(
-            Broker.connect(url, config.run.name, config.redis.lease_s)
-        )
+        self.rows, self.heldout = load_problems(config, tokenizer)
+        self.background = Background(config.redis.patience_s)
+        self.broker = self.background.call(connect(config))
+        # before the engine is loaded: workers that start meanwhile would go home at once
+        self.background.call(self.broker.forget_end())
 
-    def _load(self, tokenizer: Any, paths: list[str]) -> list[Row]:
-        verifier, data = self.config.verifier, self.config.data
-        limit = self.config.max_prompt_tokens
-        return load_rows(paths, tokenizer, data.template, limit, verifier.checker, verifier.boxed)
-
-    def lead(self, world: int) -> Any:
+    def lead(self, world: int, pulse: Any) -> Any:
         from common.transport import local_address
         from learner.lead import Lead
 
@@ -74,15 +83,7 @@ class _Rank0:
         if host == "auto":
             server = urlsplit(self.url)
             host = local_address(server.hostname or "127.0.0.1", server.port or 6379)
-        return Lead(self.config, self.broker, self.background, self.rows, self.heldout, host, world)
-
-
-def _on_terminate(lead: Any) -> None:
-    """Rank 0 decides when to stop; the other ranks wait for its turn."""
-
-    def stop(number: int, frame: Any) -> None:
-        if lead is not None:
-            lead.stopping = signal.Signals(number).name
-
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+        return Lead(
+            self.config, self.broker, self.background, self.rows, self.heldout, host, world,
+            self.metrics, self.progress, pulse,
+        )  # fmt: skip

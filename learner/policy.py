@@ -43,6 +43,7 @@ class Policy(nn.Module):
     def forward(
         self,
         input_ids_BT: Tensor,
+        position_ids_BT: Tensor | None,
         index_N: Tensor,
         labels_N: Tensor,
         temperature: float,
@@ -50,11 +51,13 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Log-probs of `labels_N` and the entropy, each (N,) in fp32, at the given temperature.
 
-        `index_N` points into the B·T positions. Rows are padded on the right: under causal
-        attention no real position sees a padded one, so there is no attention mask and SDPA
-        keeps its fast causal path.
+        The first four arguments are a `Rows`. There is never an attention mask: padding is on the
+        right, where causal attention does not look, and packed sequences are told apart by
+        positions that start again, which takes a forward pass without a cache.
         """
-        output = self.model.base_model(input_ids=input_ids_BT, use_cache=False)
+        output = self.model.base_model(
+            input_ids=input_ids_BT, position_ids=position_ids_BT, use_cache=False
+        )
         hidden_ND = output.last_hidden_state.flatten(0, 1).index_select(0, index_N)
         head = self.model.get_output_embeddings()
         return chunked_logprobs(

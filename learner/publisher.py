@@ -14,17 +14,18 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from common.broker import Broker
 from common.config import Config
+from common.errors import RoundError
 from common.failpoints import failpoint
 from common.log import get_logger
 from common.messages import Version
-from common.rounds import Call, Go, Publish, Reply
+from common.rounds import Call, Go, Publish, Reply, is_peers_fault
 from learner.timeline import Timeline
 
 POLL_S = 0.01
@@ -47,8 +48,11 @@ class Publisher:
     def __init__(self, config: Config, broker: Broker, timeline: Timeline, host: str) -> None:
         self.config, self.broker, self.timeline, self.host = config, broker, timeline, host
         self.members: set[str] = set()  # hold the published version
+        self.ending = False
+        """The learner is told to end: nobody is waited for any more."""
         self._trouble: dict[str, Trouble] = {}
         self._rounds = 0
+        self._look_again = 0.0
         self._version = ""
         self._prefix = ""
         self._in_group: dict[str, int] = {}
@@ -89,10 +93,11 @@ class Publisher:
         living = await self.living()
         expected &= living
         await self.broker.say(Call(round_id, str(version)))
+        failpoint("round_called")
         now = time.monotonic()
         deadline, look_again = now + self.config.publish.ready_timeout_s, now + LIVING_S
         ready: dict[str, Reply] = {}
-        while now < deadline:
+        while now < deadline and not self.ending:
             answers = await self.broker.answers(round_id)
             ready = {name: reply for name, reply in answers.items() if reply.status == "ready"}
             if expected & living <= set(ready):
@@ -103,7 +108,7 @@ class Publisher:
                 living, look_again = await self.living(), now + LIVING_S
         living = await self.living()
         for name in expected - set(ready):
-            self._failed(name, "not ready in time" if name in living else "its lease expired")
+            self._failed(name, self._why_missing(name in living, "not ready in time"))
         return round_id, {name: reply for name, reply in ready.items() if name in living}
 
     def plan(
@@ -132,7 +137,7 @@ class Publisher:
             timeout_s=publish.round_timeout_s, probe=probe,
         )  # fmt: skip
 
-    def _backend(self, ready: dict[str, Reply]) -> str:
+    def _backend(self, ready: dict[str, Reply]) -> Literal["gloo", "nccl"]:
         wanted = self.config.publish.backend
         if wanted != "auto":
             return wanted
@@ -147,24 +152,24 @@ class Publisher:
     ) -> tuple[list[str], float]:
         """Wait for "done"; compare probes. Returns the members that came through, the worst gap."""
         waiting, done, worst = set(go.ranks), [], 0.0
-        while waiting and time.monotonic() < deadline:
+        failed: dict[str, str] = {}
+        while waiting and not self.ending and time.monotonic() < deadline:
             answers = await self.broker.answers(go.round)
             for name in sorted(waiting):
                 reply = answers.get(name)
                 if reply is None:  # the server was emptied meanwhile
                     continue
                 if reply.status == "failed":
-                    self._failed(name, reply.error)
+                    failed[name] = reply.error
                 elif reply.status == "done":
-                    gap = probe_gap(reply, own)
+                    gap = probe_gap(reply, own, self.config.generator.engine == "simulated")
                     worst = max(worst, gap)
                     if gap <= self.config.probe_tolerance:
                         done.append(name)
                     else:
-                        self._failed(
-                            name,
+                        failed[name] = (
                             f"its probe is off by {gap:.2g}, above publish.probe_tolerance = "
-                            f"{self.config.probe_tolerance:g}",
+                            f"{self.config.probe_tolerance:g}"
                         )
                 else:
                     continue
@@ -172,9 +177,26 @@ class Publisher:
             if waiting and not waiting & await self.living():
                 break
             await asyncio.sleep(POLL_S)
+        failpoint("round_collected")
+        living = await self.living()
         for name in waiting:
-            self._failed(name, "not done before the deadline")
+            failed[name] = self._why_missing(name in living, "not done before the deadline")
+        self._blame(failed)
         return sorted(done), worst
+
+    def _blame(self, failed: dict[str, str]) -> None:
+        """Who failed by itself backs off; who failed with it is served again at once.
+
+        One that always fails would otherwise keep all others in step with itself for ever.
+        """
+        at_fault = {name for name, why in failed.items() if not is_peers_fault(why)}
+        for name, why in failed.items():
+            if name in at_fault or not at_fault:
+                self._failed(name, why)
+            else:
+                self.members.discard(name)
+                self.broken()
+                log.warning("served again", member=name, why=why)
 
     async def publish(self, round_id: str, version: Version, members: list[str]) -> list[int]:
         """Make a version the published one. Returns the ordinals of prompts nobody has claimed."""
@@ -185,11 +207,28 @@ class Publisher:
         self.members = set(members)
         for name in members:
             self._trouble.pop(name, None)
-        return [int(gid) for gid in waiting if not gid.startswith("e")]
+        return [int(gid) for gid in waiting if gid.isdecimal()]
+
+    async def require_living(self, go: Go) -> None:
+        """Looked up now and then: raises RoundError once a member is dead, or this end is near."""
+        if self.ending:
+            raise RoundError("the weight group did not form: the learner ends")
+        now = time.monotonic()
+        if now < self._look_again:
+            return
+        self._look_again = now + LIVING_S
+        if gone := go.ranks.keys() - await self.living():
+            names = ", ".join(sorted(gone))
+            raise RoundError(f"the weight group did not form: {names} died meanwhile")
 
     def broken(self) -> None:
         """The group of the last round is of no use: the next round forms a new one."""
         self._prefix = ""
+
+    def _why_missing(self, alive: bool, slow: str) -> str:
+        if self.ending:
+            return "the learner ends"
+        return slow if alive else "its lease expired"
 
     def _failed(self, name: str, why: str) -> None:
         """Note a member that did not come through; it backs off longer each time."""
@@ -202,8 +241,13 @@ class Publisher:
         log.warning("left out", member=name, why=why, again_in_s=delay)
 
 
-def probe_gap(reply: Reply, own: npt.NDArray[np.float32]) -> float:
-    """Mean |Δ log p| between a member's probe and the learner's own; inf if they do not fit."""
+def probe_gap(reply: Reply, own: npt.NDArray[np.float32], simulated: bool = False) -> float:
+    """Mean |Δ log p| between a member's probe and the learner's own; inf if they do not fit.
+
+    A simulated engine has no log-probs to send, which is right only in a `simulated` run.
+    """
+    if simulated and not reply.probe:
+        return 0.0
     theirs: Any = np.asarray(reply.probe, dtype=np.float32)
     if theirs.shape != own.shape or not np.isfinite(theirs).all():
         return float("inf")

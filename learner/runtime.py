@@ -1,14 +1,14 @@
-"""What a training engine stands on: process group, DeepSpeed's settings, model, random state."""
+"""What a training engine stands on: process group, DeepSpeed's settings, model, layout of rows."""
 
 from __future__ import annotations
 
 import os
-import random
 import warnings
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,11 +22,15 @@ from transformers.utils import is_flash_attn_2_available
 from transformers.utils import logging as transformers_logging
 
 from common.config import Config
+from learner.rows import Layout
 
 PERSIST_BELOW = 100_000
 """ZeRO-3 keeps parameters with fewer elements whole on every rank: gathering them costs more."""
 REDUCE_ELEMENTS = 50_000_000
 """Elements of one gradient bucket."""
+COLLECTIVE_S = 1800.0
+"""Deadline of any collective of the ranks: then it is an error, the ranks end, and the learner is
+started again. Above what rank 0 may do alone: a round, a conversion, waiting for the server."""
 _NEVER = 2**31 - 1
 
 # DeepSpeed still calls two collectives by their old names, once per gather.
@@ -45,17 +49,27 @@ def join_ranks() -> torch.device:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
+    limit = timedelta(seconds=COLLECTIVE_S)
     if not dist.is_initialized():
         if "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, timeout=limit)
         else:
             # A store inside the process needs no port, so no other process can take it.
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if device.type == "cpu":
         # An extension for inference only, which takes minutes to compile on a fresh machine.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
+    deepspeed.init_distributed(
+        dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=limit
+    )
     return device
+
+
+def agree(numbers: Sequence[int], operation: Any, device: torch.device) -> list[int]:
+    """Reduce small integers over all ranks."""
+    tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, op=operation)
+    return [int(number) for number in tensor.tolist()]
 
 
 def deepspeed_settings(config: Config, world: int) -> dict[str, Any]:
@@ -102,6 +116,8 @@ def load_model(config: Config, model_dir: Path, settings: dict[str, Any]) -> Any
     for name, value in list(vars(model_config).items()):
         if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float):
             setattr(model_config, name, 0.0)
+    if config.model.max_positions is not None:
+        model_config.max_position_embeddings = config.model.max_positions
     # transformers builds partitions for as long as an object of this kind is alive.
     partitioned = HfDeepSpeedConfig(settings) if config.learner.zero_stage == 3 else None
     model = AutoModelForCausalLM.from_pretrained(
@@ -129,30 +145,16 @@ def _restore_rotary(model: Any) -> None:
                 setattr(module, name, buffer.to(getattr(module, name).device))
 
 
+def row_layout(config: Config) -> Layout:
+    """How sequences lie in a micro-batch: packed where flash-attention runs them apart."""
+    if config.learner.layout != "auto":
+        return config.learner.layout
+    flash = torch.cuda.is_available() and _attention(config) == "flash_attention_2"
+    return "packed" if flash else "padded"
+
+
 def _attention(config: Config) -> str:
     if config.model.attention != "auto":
         return config.model.attention
     fast = torch.cuda.is_available() and config.model.dtype == "bfloat16"
     return "flash_attention_2" if fast and is_flash_attn_2_available() else "sdpa"
-
-
-def random_state() -> dict[str, Any]:
-    """State of every generator, as tensors and plain numbers: readable without pickle."""
-    kind, keys, *rest = np.random.get_state()
-    state = {
-        "torch": torch.get_rng_state(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
-        "python": random.getstate(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    random.setstate(state["python"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

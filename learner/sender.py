@@ -65,12 +65,13 @@ class WeightSender:
         self._abandoned = False
 
         def keep_going() -> bool:
-            self._abandoned = not self.conductor.go_on(time.monotonic() < deadline)
+            in_time = time.monotonic() < deadline and not lead.stopping
+            self._abandoned = not self.conductor.go_on(in_time)
             return not self._abandoned
 
         lead.say_go(go)
         try:
-            group = self._meet(go)
+            group = self._meet(go, lead)
             dtype = getattr(torch, go.dtype)
             buckets = (flat for _, flat in self.engine.buckets(go.bucket_bytes, dtype))
             send_buckets(group, buckets, keep_going)  # type: ignore[arg-type]
@@ -88,15 +89,16 @@ class WeightSender:
             if next(buckets, None) is None:
                 break
 
-    def _meet(self, go: Go) -> WeightGroup:
+    def _meet(self, go: Go, lead: Lead) -> WeightGroup:
         """The group of this round; the last one's if its members are the same."""
         if self._group is None or go.fresh:
             self._close()
             assert self._store is not None
             backend: Backend = "nccl" if go.backend == "nccl" else "gloo"
             self._group = WeightGroup.form(
-                backend, self._store, go.prefix, 0, go.world, go.timeout_s, go.host
-            )
+                backend, self._store, go.prefix, 0, go.world, go.timeout_s, go.host,
+                check=lambda: lead.require_living(go),
+            )  # fmt: skip
         return self._group
 
     def _close(self) -> None:

@@ -57,15 +57,8 @@ class Streams:
 
     async def acknowledge(self, entry: str) -> None:
         """Acknowledge a verdict that changes nothing."""
-        key, client = self.broker.key(VERDICTS), self.broker.client
-
-        async def drop() -> None:
-            pipe = client.pipeline(transaction=True)
-            pipe.xack(key, "workers", entry)
-            pipe.xdel(key, entry)
-            await pipe.execute()
-
-        await self.broker.persist(drop, "acknowledging")
+        keys = [self.broker.key("fence"), self.broker.key(VERDICTS)]
+        await self.broker.script("acknowledge", keys, [self.timeline.incarnation, entry])
 
     async def known(self) -> dict[str, OnServer]:
         """Groups on the server, by id."""

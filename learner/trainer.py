@@ -17,17 +17,18 @@ from typing import Any
 import redis
 
 from common.batch_files import BatchFiles, StoredGroup
-from common.broker import PATIENCE_S
 from common.config import Config
-from common.errors import BrokerError, CheckpointError
 from common.failpoints import failpoint
 from common.log import get_logger
 from common.messages import Verdict, decode
+from common.patience import Patience
 from learner.assemble import Item, response_tokens, split, trajectories
 from learner.checkpoint import Checkpoints
 from learner.conductor import Conductor, Turn
 from learner.engine import TrainEngine
 from learner.lead import Lead
+from learner.reshape import discard, for_ranks
+from learner.resume import plan_resume
 from learner.sender import WeightSender
 
 log = get_logger(__name__)
@@ -40,6 +41,7 @@ class Trainer:
         self, config: Config, engine: TrainEngine, client: redis.Redis, lead: Lead | None
     ) -> None:
         self.config, self.engine, self.client, self.lead = config, engine, client, lead
+        self.patience = Patience(config.redis.patience_s)
         self.conductor = Conductor()
         self.files = BatchFiles(config.run_dir)
         self.checkpoints = Checkpoints(config.run_dir, config.checkpoint.keep_last)
@@ -87,9 +89,10 @@ class Trainer:
         self.conductor.all_well(True)
         if self.lead:
             failpoint("batch_parts_written")
-            self.files.commit(turn.version + 1)
+            self.lead.timeline.require_current()
+            self.files.commit(turn.version + 1, self.engine.world)
             failpoint("batch_file_written")
-            self.lead.committed()
+            self.lead.committed(turn.version + 1, flat)
             failpoint("batch_acknowledged")
         figures = self._step(stored, turn.version)
         failpoint("batch_trained")
@@ -132,15 +135,15 @@ class Trainer:
 
     def _patiently(self, read: Callable[[], Any]) -> Any:
         """Repeat a read while the server is away, for as long as the streams wait for it too."""
-        since = time.monotonic()
+        wait = self.patience.begin("reading payloads")
         while True:
             try:
-                return read()
+                result = read()
             except (redis.ConnectionError, redis.TimeoutError) as error:
-                if time.monotonic() - since > PATIENCE_S:
-                    raise BrokerError(f"the server is away; no payloads: {error}") from None
-                log.warning("waiting for the server", what="reading payloads", error=str(error))
-                time.sleep(1.0)
+                time.sleep(wait.again("it does not answer", error))
+            else:
+                wait.over()
+                return result
 
     def _step(self, stored: list[list[StoredGroup]], version: int) -> dict[str, Any]:
         """Train one batch from its stored groups; the version moves on."""
@@ -162,8 +165,10 @@ class Trainer:
         self.conductor.all_well(True)
         self.engine.save(self.checkpoints.unfinished(turn.version))
         if self.lead:
-            self.checkpoints.commit(turn.version, {"world": self.engine.world})
-            self.lead.checkpointed(turn.version, self.checkpoints.versions()[0])
+            self.lead.timeline.require_current()
+            facts = {"world": self.engine.world, **self.lead.frontier()}
+            self.checkpoints.commit(turn.version, facts)
+            self.lead.checkpointed(turn.version, self.checkpoints.contained())
 
     def export(self, turn: Turn) -> None:
         """A Hugging Face folder of the final weights."""
@@ -175,16 +180,18 @@ class Trainer:
         """Load the newest valid checkpoint and train the batch files after it again."""
         plan: dict[str, Any] = {}
         if self.lead:
-            self.files.clean()
-            self.checkpoints.clean()
-            plan = {"checkpoint": self.checkpoints.newest_valid()}
-            plan["batches"] = self._batches_after(plan["checkpoint"] or 0)
+            plan = plan_resume(self.checkpoints, self.files, self.lead.ledger)._asdict()
+            if plan["checkpoint"] is not None:
+                folder = self.checkpoints.path(plan["checkpoint"])
+                plan["folder"] = str(for_ranks(folder, self.engine.world))
             self.conductor.tell(Turn("resume", plan=plan))
         else:
             plan = self.conductor.hear().plan
         if plan["checkpoint"] is not None:
-            self.engine.load(self.checkpoints.path(plan["checkpoint"]))
+            self.engine.load(Path(plan["folder"]))
             self.version = plan["checkpoint"]
+            if self.lead:
+                discard(Path(plan["folder"]))
         for batch in plan["batches"]:
             self._replay(batch)
         if self.lead:
@@ -192,23 +199,13 @@ class Trainer:
                      version=self.version)  # fmt: skip
             self.lead.start(self.version, plan["checkpoint"] or 0)
 
-    def _batches_after(self, checkpoint: int) -> list[int]:
-        """The versions that batch files lead to from a checkpoint, without a gap."""
-        there = [version for version in self.files.versions() if version > checkpoint]
-        wanted = list(range(checkpoint + 1, checkpoint + 1 + len(there)))
-        if there != wanted:
-            raise CheckpointError(
-                f"{self.files.root} holds batches {there}, but the newest valid checkpoint is "
-                f"{checkpoint}: what is between is lost; restore it from a backup"
-            )
-        return there
-
     def _replay(self, batch: int) -> None:
         groups = {group.ordinal: group for group in self.files.load(batch)}
         items = [Item(g.ordinal, g.attempt, self._tokens(g)) for g in groups.values()]
         minis = split(items, self.config, batch - 1, self.engine.world)
         stored = [[groups[item.ordinal] for item in mini[self.engine.rank]] for mini in minis]
         self._step(stored, batch - 1)
+        failpoint("batch_replayed")
 
     def _tokens(self, group: StoredGroup) -> int:
         """Response tokens of a stored group, as its verdict counts them."""

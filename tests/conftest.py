@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+from hypothesis import settings
 
 from common.broker import Broker
 from common.config import Config, parse_config
@@ -15,6 +16,10 @@ from common.server import EmbeddedServer
 
 SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 _runs = itertools.count()
+
+# hypothesis' deadline of 200 ms per example is an assertion on time
+settings.register_profile("project", deadline=None)
+settings.load_profile("project")
 
 
 class MakeConfig(Protocol):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 
 from common import log
-from common.broker import Broker
 from common.config import Config
-from common.startup import log_file, member_name, on_signals, redis_url
+from common.connection import connect
+from common.startup import log_file, member_name
+from common.stopping import CLOSE_S, end_within, on_stop_in_loop
 from verifier.pool import CheckerPool
 from verifier.worker import VerifierWorker
 
@@ -21,12 +22,14 @@ def main(config: Config) -> None:
 
 async def _run(config: Config, name: str) -> None:
     settings = config.verifier
-    broker = await Broker.connect(redis_url(config), config.run.name, config.redis.lease_s)
+    broker = await connect(config)
     pool = CheckerPool(settings.slow_workers, settings.slow_deadline_s, settings.slow_memory_mib)
     worker = VerifierWorker(config, broker, pool, name)
-    on_signals(asyncio.get_running_loop(), worker.drain)
+    worker.prometheus.serve(config.metrics.host, config.metrics.port)
+    on_stop_in_loop(worker.drain, settings.slow_deadline_s + CLOSE_S)
     try:
         await worker.run()
     finally:
+        end_within(CLOSE_S)
         await pool.close()
         await broker.close()

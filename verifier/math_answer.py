@@ -46,10 +46,11 @@ def check(
     extracted = shorten(claim.text)
     if reading.number is None:
         return Verdict("wrong", extracted, claim.where, reading.reason)
+    value = shorten(reading.number.text)
     if answers(reading.number, reference):
-        return Verdict("correct", extracted, claim.where, "equal values")
-    reason = f"{shorten(reading.number.text)} is not {shorten(reference.text)}"
-    return Verdict("wrong", extracted, claim.where, reason)
+        return Verdict("correct", extracted, claim.where, "equal values", value)
+    reason = f"{value} is not {shorten(reference.text)}"
+    return Verdict("wrong", extracted, claim.where, reason, value)
 
 
 def normalise_gold(gold: str | int) -> str:

@@ -23,16 +23,24 @@ class Verdict:
     """The outcome for one response, what was read as its answer, and why.
 
     `where` is "line" for an "Answer:" line, "box" for a `\\boxed{}`, "" when nothing was found.
+    `value` spells what the checker has read, where it reads values: the same for equal numbers,
+    and for equal expressions where its parser sees that they are.
     """
 
     outcome: Outcome
     extracted: str | None = None
     where: Where = ""
     reason: str = ""
+    value: str = ""
 
     @property
     def correct(self) -> bool:
         return self.outcome == "correct"
+
+    @property
+    def answer(self) -> str:
+        """What a majority vote counts: the value that was read, else the text on one line."""
+        return self.value or " ".join((self.extracted or "").split())
 
     @property
     def label(self) -> str:

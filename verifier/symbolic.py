@@ -64,16 +64,19 @@ def _compare_numbers(claim: Claim, gold: str) -> Verdict | None:
         return None
     equal = all(answers(number, reference) for number in numbers if number)
     outcome: Outcome = "correct" if equal else "wrong"
-    return Verdict(outcome, shorten(claim.text), claim.where, "plain numbers compared exactly")
+    extracted, values = shorten(claim.text), {number.text for number in numbers if number}
+    value = shorten(values.pop()) if len(values) == 1 else ""
+    return Verdict(outcome, extracted, claim.where, "plain numbers compared exactly", value)
 
 
 def _judge(claim: Claim, values: list[list[Any]], reference: list[Any]) -> Verdict:
     extracted = shorten(claim.text)
     if not all(values):
         return Verdict("wrong", extracted, claim.where, "not parsed as mathematics")
+    spelling = shorten(str(values[0][0])) if len(values) == 1 else ""
     if all(_equal(reference, value) for value in values):
-        return Verdict("correct", extracted, claim.where, "symbolically equal")
-    return Verdict("wrong", extracted, claim.where, "symbolically different")
+        return Verdict("correct", extracted, claim.where, "symbolically equal", spelling)
+    return Verdict("wrong", extracted, claim.where, "symbolically different", spelling)
 
 
 def _parse_value(text: str) -> list[Any]:

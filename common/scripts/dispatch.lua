@@ -1,9 +1,11 @@
+#!lua flags=allow-oom
 -- Bring a group into the world, or give it another attempt. Idempotent: a call that is
--- repeated after a lost reply finds its attempt there already and does nothing.
+-- repeated after a lost reply finds its attempt there already and does nothing. It runs on a full
+-- server: a learner that waited here would empty nothing, and admission bounds what is written.
 -- KEYS: fence, open, group, prompts   ARGV: fence, id, attempt, least, prompt, samples, sample prefix
 local fence = redis.call('GET', KEYS[1])
 if fence and tonumber(fence) > tonumber(ARGV[1]) then return redis.error_reply('FENCED ' .. fence) end
-if not fence then redis.call('SET', KEYS[1], ARGV[1]) end
+redis.call('SET', KEYS[1], ARGV[1])  -- a server that was put back has an older one
 local attempt = redis.call('HGET', KEYS[3], 'attempt')
 if attempt and tonumber(attempt) >= tonumber(ARGV[3]) then return 0 end
 if attempt then

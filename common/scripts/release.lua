@@ -3,8 +3,12 @@
 -- KEYS: stream   ARGV: entry, consumer
 local mine = redis.call('XPENDING', KEYS[1], 'workers', ARGV[1], ARGV[1], 1, ARGV[2])
 if #mine == 0 then return 0 end
-local entry = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])
-if #entry > 0 then redis.call('XADD', KEYS[1], '*', unpack(entry[1][2])) end
+local found = redis.call('XRANGE', KEYS[1], ARGV[1], ARGV[1])
+if #found > 0 then
+  local named = {r = '', g = ''}
+  for i = 1, #found[1][2], 2 do named[found[1][2][i]] = found[1][2][i + 1] end
+  redis.call('XADD', KEYS[1], '*', 'r', named.r, 'g', named.g)
+end
 redis.call('XACK', KEYS[1], 'workers', ARGV[1])
 redis.call('XDEL', KEYS[1], ARGV[1])
 return 1

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import DapoError, ServerLostError
 from common.server import EmbeddedServer
 
 ROOT = Path(__file__).parents[2]
@@ -28,9 +29,11 @@ def dapo(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def refused(result: subprocess.CompletedProcess[str], *parts: str) -> None:
+def refused(
+    result: subprocess.CompletedProcess[str], *parts: str, status: int = DapoError.status
+) -> None:
     said = result.stderr + result.stdout
-    assert result.returncode == 2, said
+    assert result.returncode == status, said
     assert "Traceback" not in said, said
     for part in parts:
         assert part in said, f"{part!r} is not in: {said}"
@@ -89,9 +92,9 @@ def test_an_unreadable_gold_is_named(recipe: Path) -> None:
     refused(_train_on(recipe, row), "train.jsonl, row 1", "gold")
 
 
-def test_a_prompt_longer_than_the_context_is_named(recipe: Path) -> None:
+def test_a_file_whose_prompts_are_all_longer_than_the_context_is_named(recipe: Path) -> None:
     result = _train_on(recipe, {"prompt": "1+" * 40 + "1=", "answer": "41"})
-    refused(result, "train.jsonl, row 1", "model.max_length")
+    refused(result, "no row of", "train.jsonl", "model.max_length")
 
 
 def test_a_server_that_needs_a_password_says_where_to_put_it(recipe: Path, tmp_path: Path) -> None:
@@ -108,8 +111,9 @@ def test_a_server_that_needs_a_password_says_where_to_put_it(recipe: Path, tmp_p
 
 
 def test_a_server_that_is_not_there_is_named(recipe: Path) -> None:
-    result = dapo("verifier", str(recipe), "--set", "redis.url=redis://127.0.0.1:9/0")
-    refused(result, "127.0.0.1:9", "redis.url")
+    server = "redis.url=redis://127.0.0.1:9/0"
+    result = dapo("verifier", str(recipe), "--set", server, "--set", "redis.patience_s=0.5")
+    refused(result, "127.0.0.1:9", "redis.url", "redis.patience_s", status=ServerLostError.status)
 
 
 def test_a_port_in_use_is_named(recipe: Path) -> None:

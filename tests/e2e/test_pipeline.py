@@ -3,99 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-ROOT = Path(__file__).parents[2]
-RECIPE = ROOT / "deploy" / "recipes" / "arithmetic.toml"
+from common.results import read_results
+from tests.e2e.running import ROOT, Run
+
 pytestmark = pytest.mark.slow
-
-
-class Run:
-    """A `dapo run` of the arithmetic recipe in the background."""
-
-    def __init__(self, folder: Path, name: str, *sets: str, **environment: str) -> None:
-        self.dir = folder / name
-        self.output = folder / f"{name}.txt"
-        keys = [f"run.dir={folder}", f"run.name={name}", *sets]
-        words = [part for key in keys for part in ("--set", key)]
-        env = {key: value for key, value in os.environ.items() if not key.startswith("DAPO_")}
-        env |= environment
-        with self.output.open("w") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "common.cli", "run", str(RECIPE), *words],
-                stdout=out, stderr=out, cwd=ROOT, env=env,
-            )  # fmt: skip
-
-    def rows(self, kind: str) -> list[dict[str, Any]]:
-        path = self.dir / "metrics.jsonl"
-        if not path.exists():
-            return []
-        lines = path.read_text().splitlines()
-        return [row for line in lines if line and (row := json.loads(line))["kind"] == kind]
-
-    def until(self, what: str, ready: Callable[[], Any], timeout_s: float) -> Any:
-        """Wait for something in the run's own records; never for a fixed time."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if value := ready():
-                return value
-            if self.process.poll() is not None:
-                pytest.fail(f"the run ended before {what}:\n{self.output.read_text()[-3000:]}")
-            time.sleep(0.1)
-        pytest.fail(f"no {what} within {timeout_s} s:\n{self.output.read_text()[-3000:]}")
-
-    def family(self) -> list[psutil.Process]:
-        """Every process below the supervisor."""
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def role(self, name: str) -> psutil.Process:
-        """The process of a role, by its module in the command line."""
-        for process in psutil.Process(self.process.pid).children():
-            if name in process.cmdline():
-                return process
-        pytest.fail(f"no process of {name}")
-
-    def finish(self, timeout_s: float) -> str:
-        status = self.process.wait(timeout_s)
-        said = self.output.read_text()
-        assert status == 0, said[-3000:]
-        return said
-
-    def audit(self) -> dict[str, Any]:
-        result = subprocess.run(
-            [sys.executable, "-m", "common.cli", "audit", str(self.dir), "--json"],
-            capture_output=True, text=True, cwd=ROOT,
-        )  # fmt: skip
-        assert result.returncode == 0, result.stdout + result.stderr
-        figures: dict[str, Any] = json.loads(result.stdout)
-        return figures
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Start runs; whatever is left of them at the end is killed and reported."""
-    runs: list[Run] = []
-
-    def begin(name: str, *sets: str, **environment: str) -> Run:
-        runs.append(Run(tmp_path, name, *sets, **environment))
-        return runs[-1]
-
-    yield begin
-    for run in runs:
-        if run.process.poll() is None:
-            left = run.family()
-            run.process.kill()
-            psutil.wait_procs(left, timeout=10)
 
 
 def _gone(processes: list[psutil.Process], within_s: float) -> list[psutil.Process]:
@@ -148,6 +69,9 @@ def test_a_run_survives_kills_of_generator_and_learner_and_keeps_its_promises(
     summary = json.loads((run.dir / "report" / "summary.json").read_text())
     assert summary["batch_groups_min"] == summary["batch_groups_max"] == 16
     assert (run.dir / "report" / "curves.png").stat().st_size > 10_000
+    assert [row["label"] for row in run.rows("eval")] == ["before", "after"]
+    for label in ("before", "after"):  # and the result of each problem
+        assert len(read_results(run.dir / "evaluations" / f"{label}.jsonl")) == 32
 
 
 @pytest.mark.timeout(400)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,7 @@ from common.data import Row
 from common.ledger import Ledger, Line, read_lines
 from common.messages import Prompt, Rollout, Sample, Verdict, Version, decode, encode
 from learner.dispatcher import Dispatcher
-from learner.groups import Chosen
+from learner.groups import Chosen, Judgements
 from learner.timeline import Timeline
 from tests.unit.records import a_judgement, a_sample
 
@@ -72,6 +73,8 @@ class World:
         self.dispatcher = Dispatcher(config, broker, self.ledger, self.timeline, data or rows())
         self.version = max(self.files.versions(), default=self._folded())
         self.batches: list[Batch] = []
+        self.judged: list[Judgements] = []  # what each batch was told of
+        self.generated: Counter[str] = Counter()  # samples, by group
         self._tasks: list[asyncio.Task[Any]] = []
         self._watch_settling()
 
@@ -106,7 +109,7 @@ class World:
     async def publish(self) -> None:
         version = Version(self.timeline.incarnation, self.version)
         unclaimed = await self.broker.publish(version.incarnation, str(version))
-        waiting = [int(gid) for gid in unclaimed if not gid.startswith("e")]
+        waiting = [int(gid) for gid in unclaimed if gid.isdecimal()]
         self.dispatcher.admission.publish(version.number, waiting)
         self.dispatcher.may_dispatch = True
 
@@ -162,9 +165,7 @@ class World:
             gid = str(item.ordinal)
             count = self.config.algorithm.group_size
             payloads = await self.broker.get_samples(gid, item.attempt, count)
-            fields: Any = await self.broker.client.hmget(
-                self.broker.key("group", gid), "prompt", "verdict"
-            )
+            fields = await self._fields(gid)
             if None in payloads or None in fields:
                 missing.append(item.ordinal)
             else:
@@ -175,6 +176,12 @@ class World:
             self.files.commit(self.version + 1)
         return missing
 
+    async def _fields(self, gid: str) -> Any:
+        key = self.broker.key("group", gid)
+        return await self.broker.persist(
+            lambda: self.broker.client.hmget(key, "prompt", "verdict"), "reading a group"
+        )
+
     async def train(self, batches: int) -> None:
         """Train batches, publishing after each."""
         target = self.version + batches
@@ -183,13 +190,17 @@ class World:
             if missing := await self.write(chosen):
                 await self.dispatcher.not_committed(missing, "payload missing")
                 continue
-            await self.dispatcher.committed(chosen)
-            oldest = [min(s.oldest.number for s in item.verdict.samples) for item in chosen]
-            self.batches.append(Batch(self.version, [item.ordinal for item in chosen], oldest))
-            await asyncio.sleep(0.01)
-            await self.dispatcher.trained_batch()
-            self.version += 1
-            await self.publish()
+            await self.committed(chosen)
+
+    async def committed(self, chosen: list[Chosen]) -> None:
+        """What comes after a batch file is written."""
+        await self.dispatcher.committed(chosen)
+        oldest = [min(s.oldest.number for s in item.verdict.samples) for item in chosen]
+        self.batches.append(Batch(self.version, [item.ordinal for item in chosen], oldest))
+        await asyncio.sleep(0.01)
+        self.judged.append(await self.dispatcher.trained_batch())
+        self.version += 1
+        await self.publish()
 
     async def fold(self) -> None:
         """Batch files become lines of the ledger, as after a checkpoint."""
@@ -221,9 +232,12 @@ class World:
     async def generate(
         self, entry: str, prompt: Prompt, name: str, version: str, fails: bool = False
     ) -> bool:
-        for index in range(prompt.samples):
+        have = await self.broker.have_samples(prompt.group, prompt.attempt, prompt.samples)
+        for index in (index for index, there in enumerate(have) if not there):
             sample = encode(a_sample(3, Version.parse(version)))
-            await self.broker.put_sample(prompt.group, prompt.attempt, index, sample)
+            # refused, and so not counted, for an attempt that is over
+            ids = (prompt.group, prompt.attempt, index)
+            self.generated[prompt.group] += await self.broker.put_sample(*ids, sample)
         failure = "no memory" if fails else ""
         rollout = encode(Rollout(prompt.group, prompt.ordinal, prompt.attempt, name, failure))
         step = ("dispatched", "generated")

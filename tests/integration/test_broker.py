@@ -217,6 +217,20 @@ async def test_publishing_names_the_groups_that_nobody_has_claimed(broker: Broke
     assert await broker.publish(1, "1.2") == ["2", "3", "1"]
 
 
+async def test_a_claim_notes_the_version_that_the_group_starts_with(broker: Broker) -> None:
+    """Else a learner that starts again would take the group for as old as its prompt."""
+    await broker.publish(1, VERSION)
+    await dispatch(broker, "1")
+    await dispatch(broker, "2")
+    await broker.publish(1, "1.1")
+    assert len(await broker.claim_prompts("1.1", "g", 1)) == 1
+    least = [await broker.client.hget(broker.key("group", group), "least") for group in ("1", "2")]
+    assert least == [b"1.1", VERSION.encode()]
+    await settle(broker, "2")
+    assert len(await broker.claim_prompts("1.1", "g", 1)) == 1
+    assert await keys_of(broker, "group") == ["group:1"], "a claim brought a group back to life"
+
+
 async def test_no_claim_is_given_twice(broker: Broker, other: Broker) -> None:
     await broker.publish(1, VERSION)
     for group in range(20):
@@ -400,13 +414,12 @@ async def test_writing_to_a_full_server_waits_until_there_is_room(
 
 
 async def test_a_server_that_stays_full_is_an_error_that_says_so(
-    own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+    own_server: EmbeddedServer,
 ) -> None:
-    monkeypatch.setattr(broker_module, "PATIENCE_S", 0.2)
-    broker = await Broker.connect(own_server.url, "run")
+    broker = await Broker.connect(own_server.url, "run", patience_s=0.2)
     await dispatch(broker, "1")
     await fill(broker)
-    with pytest.raises(BrokerError, match="its memory is full; raise maxmemory"):
+    with pytest.raises(BrokerError, match="its memory is full; raise redis.maxmemory_mib"):
         await broker.put_sample("1", 0, 0, b"x" * 1000)
     await broker.close()
 
@@ -634,10 +647,9 @@ async def test_a_server_that_stands_still_counts_as_away_and_its_entries_are_rea
 
 
 async def test_patience_with_a_server_that_is_gone_ends_in_an_error(
-    own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+    own_server: EmbeddedServer,
 ) -> None:
-    monkeypatch.setattr(broker_module, "PATIENCE_S", 0.3)
-    broker = await Broker.connect(own_server.url, "run")
+    broker = await Broker.connect(own_server.url, "run", patience_s=0.3)
     kill(own_server)
     with pytest.raises(
         BrokerError, match=r"waited \d s for the server \(dispatch\): it does not answer"

@@ -6,22 +6,24 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from common.audit import mark_ended
 from common.broker import PROMPTS, ROLLOUTS, STREAMS, VERDICTS, Broker, Entry
 from common.config import Config
-from common.data import base_ordinal, generation, recycled
 from common.errors import FencedError
 from common.ledger import Line, read_lines
 from common.messages import Prompt, Verdict, Version, encode
+from common.order import base_ordinal, generation, recycled
 from common.server import EmbeddedServer
 from learner import dispatcher as dispatcher_module
 from learner.dispatcher import Dispatcher
 from learner.evaluation import Evaluation
 from tests.conftest import MakeConfig
-from tests.integration.pretend import World, drawn, prompts_on_stream, rows, say, world
+from tests.integration.pretend import Judge, World, drawn, prompts_on_stream, rows, say, world
 from tests.unit.records import a_judgement, a_sample, a_stored_group
 
 B = 4
@@ -104,6 +106,17 @@ async def test_batches_are_exactly_full_and_every_group_has_one_fate_at_the_end(
         await drained(w, *STREAMS)
         assert await w.leftovers() == []
         assert await w.on_server() == set()
+
+
+async def test_prompts_come_from_the_files_by_weight(
+    make_config: MakeConfig, broker: Broker
+) -> None:
+    data = [replace(row, part=int(number >= 40)) for number, row in enumerate(rows(50))]
+    config = make_config(data={"train": ["large.jsonl", "small.jsonl"], "weights": [1, 3]})
+    async with world(config, broker, data) as w:
+        await w.until(lambda: len(w.dispatcher.open) == 4)
+        asked = [prompt.row for prompt in await prompts_on_stream(broker)]
+        assert sorted(data[row].part for row in asked) == [0, 1, 1, 1]
 
 
 async def test_with_staleness_zero_every_trained_token_is_of_the_current_version(
@@ -391,7 +404,7 @@ async def test_a_group_of_a_lost_timeline_is_stale_rewound_and_comes_back(
     assert w.ledger.fates[0] == Line(0, 0, "stale", "rewound")
     w.generators().verifier(accept_all)
     await w.until(lambda: recycled(0) in w.dispatcher.open or recycled(0) in w.dispatcher.trained
-                  or bool(w.dispatcher._pool))  # fmt: skip
+                  or bool(w.dispatcher.ordinals.coming_back))  # fmt: skip
     await w.crash()
 
 
@@ -511,7 +524,8 @@ async def test_no_group_of_a_batch_that_is_being_written_is_lost_to_a_late_verdi
         assert batch is not None
         await say(broker, [verdict(0)])
         await w.until(lambda: w.dispatcher.open[0].verdict is not None)
-        assert w.dispatcher.admission.lost() == [4, 5, 6, 7]
+        # 4 has no slot any more, like 5, 6 and 7, which the dispatcher may have closed by now
+        assert w.dispatcher.admission.lost()[0] == 4
         await asyncio.sleep(0.05)
         assert [item.ordinal for item in batch] == [1, 2, 3, 4]
         w.files.begin(1)
@@ -580,8 +594,11 @@ async def test_a_group_whose_generator_says_nothing_any_more_is_generated_again_
             await broker.report("hanging", {"progress": {"0": 3}})
             await w.until(lambda: w.dispatcher.open[0].attempt == 1)
         assert await broker.have_samples("0", 1, 4) == [False, True, False, False]
+        assert w.dispatcher.admission.deadline(0) == 1, "the kept sample keeps its age"
         w.generators().verifier(accept_all)
-        await w.train(1)
+        await w.train(2)
+        assert 0 in w.batches[0].ordinals + w.batches[1].ordinals
+        assert w.generated["0"] == 3, "only its missing samples are generated again"
 
 
 async def test_a_group_that_makes_tokens_is_never_taken_for_silent(
@@ -609,6 +626,101 @@ async def test_a_group_that_waits_for_a_worker_is_not_silent(
         assert {group.attempt for group in w.dispatcher.open.values()} == {0}
 
 
+# --- nothing left to learn ----------------------------------------------------------------------
+
+
+def verdicts_from_now_on(w: World, fate: str) -> Judge:
+    """Accepts until the first batch is trained."""
+    return lambda prompt, attempt: fate if w.version else "accepted"
+
+
+async def test_a_run_that_finds_no_mixed_group_any_more_ends_complete_with_the_reason(
+    make_config: MakeConfig, broker: Broker
+) -> None:
+    config = make_config(admission={"max_staleness": 1, "give_up_after": 30})
+    async with world(config, broker) as w:
+        w.generators().verifier(verdicts_from_now_on(w, "filtered"))
+        await w.train(1)
+        assert await w.dispatcher.nothing_left() == ""
+        why = ""
+        async with asyncio.timeout(10):
+            while not why:
+                w.check()
+                await asyncio.sleep(0.01)
+                why = await w.dispatcher.nothing_left()
+        assert why.startswith("nothing left to learn: none of the last 3")
+        assert "(100% all wrong); the problems are too hard" in why
+        assert not w.dispatcher.may_dispatch
+        await w.fold()
+        await w.dispatcher.end()
+        mark_ended(config.run_dir, w.version, why)
+        result = await w.audit()
+        assert result.balanced
+        assert result.complete
+        assert result.reasons == [f"the run ended early, after 1 batches: {why}"]
+
+
+async def test_less_and_less_goes_out_while_no_group_is_mixed_and_one_that_is_ends_that(
+    make_config: MakeConfig, broker: Broker
+) -> None:
+    config = make_config(admission={"max_staleness": 3, "give_up_after": 40})
+    async with world(config, broker) as w:
+        w.dispatcher.streak.restore(["all_correct"] * 20)
+        for ordinal in list(w.dispatcher.open):
+            await w.dispatcher._close([Line(ordinal, 0, "filtered", "all_correct")])
+        async with broker.lease("generator", "g", {}):
+            await w.until(lambda: len(w.dispatcher.open) == 4)
+            await broker.claim_prompts("1.0", "g", 99)
+            await asyncio.sleep(0.1)
+            assert len(w.dispatcher.open) == 4, "a quarter of the 16 that the bound allows"
+            w.dispatcher.streak.judge("")
+            await w.until(lambda: len(w.dispatcher.open) == 8)
+
+
+async def test_a_restart_remembers_how_long_no_group_was_mixed(
+    make_config: MakeConfig, connections: list[Broker]
+) -> None:
+    w = World(make_config(admission={"give_up_after": 3}), connections[0])
+    fates = ["all_wrong", "trained", "all_correct", "no_answer", "all_correct"]
+    for ordinal, fate in enumerate(fates):
+        trained = fate == "trained"
+        line = Line(ordinal, 0, "trained", "", 1) if trained else Line(ordinal, 0, "filtered", fate)
+        w.ledger.record([line])
+    await w.dispatcher.start(1, [])
+    assert w.dispatcher.streak.groups == 3
+    assert "67% all right, 33% without an answer" in await w.dispatcher.nothing_left()
+
+
+async def test_what_is_accepted_already_is_trained_before_a_run_ends(
+    make_config: MakeConfig, broker: Broker
+) -> None:
+    async with world(make_config(admission={"give_up_after": 5}), broker) as w:
+        w.generators().verifier(accept_all)
+        await w.until(lambda: sum(bool(g.verdict) for g in w.dispatcher.open.values()) >= B)
+        w.dispatcher.streak.restore(["all_wrong"] * 5)
+        assert await w.dispatcher.nothing_left() == ""
+        await w.train(1)
+
+
+async def test_groups_that_are_dropped_while_they_are_generated_are_counted_with_their_tokens(
+    make_config: MakeConfig, broker: Broker
+) -> None:
+    config = make_config(admission={"max_staleness": 1, "policy": "drop"})
+    async with world(config, broker) as w:
+        async with broker.lease("generator", "slow", {}):
+            await w.until(lambda: len(w.dispatcher.open) == 4)
+            claimed = await broker.claim_prompts("1.0", "slow", 1)
+            await broker.report("slow", {"progress": {"0": 57}})
+            await w.until(lambda: w.dispatcher.open[0].tokens)
+            w.generators().verifier(accept_all)
+            await w.train(2)
+            await w.until(lambda: 0 in w.ledger.fates)
+        assert len(claimed) == 1
+        assert w.ledger.fates[0] == Line(0, 0, "stale", "no slot")
+        assert [judged.lost for judged in w.judged].count([57]) == 1
+        lawful(w, 1)
+
+
 # --- evaluation ---------------------------------------------------------------------------------
 
 
@@ -626,7 +738,7 @@ async def test_an_evaluation_runs_beside_training_and_outside_the_ledger(
             return "accepted"
 
         w.generators().verifier(judge)
-        evaluation = Evaluation("5", rows(6))
+        evaluation = Evaluation("5", {"h": rows(6)})
         await w.dispatcher.examiner.begin(evaluation)
         await w.train(3)
         await w.until(lambda: evaluation.done)
@@ -648,7 +760,7 @@ async def test_a_problem_that_keeps_failing_ends_as_failed_and_the_evaluation_en
     config = make_config(data={"heldout": "h"}, admission={"attempts": 2})
     async with world(config, broker) as w:
         w.generators().verifier(lambda p, attempt: "crashed" if p.evaluation else "accepted")
-        evaluation = Evaluation("before", rows(3))
+        evaluation = Evaluation("before", {"h": rows(3)})
         await w.dispatcher.examiner.begin(evaluation)
         await w.until(lambda: evaluation.done)
         assert evaluation.result()["failed"] == 3
@@ -660,7 +772,7 @@ async def test_a_problem_that_got_lost_is_asked_again_so_that_the_evaluation_end
 ) -> None:
     async with world(silent_config(make_config), broker) as w:
         w.dispatcher.may_dispatch = False
-        evaluation = Evaluation("before", rows(3))
+        evaluation = Evaluation("before", {"h": rows(3)})
         await w.dispatcher.examiner.begin(evaluation)
         async with asyncio.timeout(5):
             while len(await prompts_on_stream(broker)) < 3:
@@ -684,14 +796,14 @@ async def test_groups_of_an_evaluation_are_forgotten_at_a_restart(
 ) -> None:
     config = make_config(data={"heldout": "h"})
     w = await World(config, connections[0]).start()
-    await w.dispatcher.examiner.begin(Evaluation("before", rows(3)))
+    await w.dispatcher.examiner.begin(Evaluation("before", {"h": rows(3)}))
     async with asyncio.timeout(5):
         while not [p for p in await prompts_on_stream(connections[0]) if p.evaluation]:
             await asyncio.sleep(0.01)
     w = await restarted(w, connections[1])
     assert not [name for name in await w.leftovers() if ":e" in name]
     w.generators().verifier(accept_all)
-    evaluation = Evaluation("before", rows(3))
+    evaluation = Evaluation("before", {"h": rows(3)})
     await w.dispatcher.examiner.begin(evaluation)
     await w.until(lambda: evaluation.done)
     await w.crash()

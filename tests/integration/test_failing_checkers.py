@@ -15,9 +15,10 @@ import pytest
 
 from common.broker import Broker
 from common.config import Config
-from common.data import Row, Sequence, base_ordinal, recycled
+from common.data import Row
 from common.ledger import read_lines
 from common.messages import Prompt, Rollout, Verdict, Version, decode, encode
+from common.order import Shuffled, base_ordinal, recycled
 from common.server import EmbeddedServer
 from learner import dispatcher as dispatcher_module
 from tests.conftest import MakeConfig
@@ -110,7 +111,7 @@ async def third(server: EmbeddedServer, run_name: str) -> AsyncIterator[Broker]:
 
 def problems(config: Config, places: dict[int, str] = PLACES) -> list[Row]:
     """Failing checkers at `places`, else "math"; every third gold is one that nobody answers."""
-    data, order = rows(ROWS), Sequence(ROWS, config.run.seed)
+    data, order = rows(ROWS), Shuffled(ROWS, config.run.seed)
     for ordinal in range(ROWS):
         index = order.row(ordinal)
         gold = "5" if ordinal % 3 == 2 else "4"

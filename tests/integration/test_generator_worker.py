@@ -11,8 +11,9 @@ import pytest
 
 from common.broker import PROMPTS, ROLLOUTS, Broker
 from common.config import Config
+from common.errors import RoundError
 from common.messages import Prompt, Rollout, Version, decode, encode
-from common.rounds import Call, Go, Publish
+from common.rounds import Call, Go, Publish, Reply
 from generator.engine import GenerationError
 from generator.worker import GeneratorWorker
 from tests.conftest import MakeConfig
@@ -97,6 +98,7 @@ def go(name: str, version: str, *members: str) -> Go:
 async def serve(broker: Broker, version: str, *members: str) -> None:
     """One weight round of these members."""
     name = f"r{version}"
+    broker.fence = 1  # as after a learner's first publication
     await broker.say(Call(name, version))
     async with asyncio.timeout(5):
         while "g" not in await broker.answers(name):
@@ -191,6 +193,81 @@ async def test_who_is_left_out_gives_its_claims_back_and_claims_nothing(
     assert await broker.unclaimed() == {"1"}
     await serve(broker, "1.2", "g")
     await rollouts(broker, 1)
+
+
+async def test_a_claim_that_is_taken_over_and_read_again_at_once_is_made_once(
+    worker: GeneratorWorker, broker: Broker, engine: PretendEngine
+) -> None:
+    await broker.publish(1, "1.0")
+    await dispatch(broker, 1)
+    assert await broker.claim_prompts("1.0", "dead", 1)
+    broker.disconnects += 1  # so that what is held is read again, after it was taken over
+    worker.rounds._reclaim_at = 0.0
+    await serve(broker, "1.0", "g")
+    await rollouts(broker, 1)
+    await asyncio.sleep(0.05)
+    assert not worker._stop.is_set(), worker._failure
+    assert len(engine.asked) == 4
+
+
+async def test_a_claim_that_comes_back_while_it_is_held_is_handed_on_all_the_same(
+    worker: GeneratorWorker, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stood still for longer than its lease, and who took its claim over died at once."""
+    advance = broker.advance
+    stolen: list[Any] = []
+
+    async def late(*args: Any) -> bool:
+        """The claim is another's when it is to be handed on, and this one's again just after."""
+        if not stolen:
+            await broker.client.delete(broker.key("lease", "g"))
+            stolen.extend(await broker.reclaim(PROMPTS, "heir", 1))
+            assert not await advance(*args)
+            [again] = await broker.reclaim(PROMPTS, "g", 1)
+            worker._again[again.id] = again
+            return False
+        return await advance(*args)
+
+    monkeypatch.setattr(broker, "advance", late)
+    await dispatch(broker, 1)
+    await serve(broker, "1.0", "g")
+    [rollout] = await rollouts(broker, 1)
+    assert (len(stolen), rollout.group) == (1, "1")
+
+
+async def test_samples_that_end_with_a_failed_round_cost_their_group_no_attempt(
+    worker: GeneratorWorker, broker: Broker, engine: PretendEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await serve(broker, "1.0", "g")
+    engine.gate.clear()
+    await dispatch(broker, 1)
+    async with asyncio.timeout(5):
+        while not worker.in_flight or len(engine.asked) < 4:
+            await asyncio.sleep(0.01)
+    answer = broker.answer
+
+    async def slow(round_id: str, member: str, reply: Reply) -> None:
+        """The server is away just when the failure is to be told."""
+        if reply.status == "failed":
+            await asyncio.sleep(0.2)
+        await answer(round_id, member, reply)
+
+    async def update(init: Any, update: Any, version: Version) -> None:
+        engine.fails = 100
+        await engine.abort_all()
+        raise RoundError("gloo")
+
+    monkeypatch.setattr(broker, "answer", slow)
+    monkeypatch.setattr(engine, "update", update)
+    await broker.say(Call("r1.1", "1.1"))
+    await broker.say(go("r1.1", "1.1", "g"))
+    async with asyncio.timeout(5):
+        while "g" not in (said := await broker.answers("r1.1")) or said["g"].status != "failed":
+            await asyncio.sleep(0.01)
+        while worker.claims:
+            await asyncio.sleep(0.01)
+    assert await broker.unclaimed() == {"1"}
+    assert await broker.client.xlen(broker.key(ROLLOUTS)) == 0
 
 
 async def test_a_claim_that_arrives_after_being_left_out_is_given_back(

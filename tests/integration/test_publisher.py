@@ -10,6 +10,7 @@ import pytest
 
 from common.broker import Broker
 from common.config import Config
+from common.errors import RoundError
 from common.messages import Version
 from common.rounds import Call, Publish, Reply
 from learner.publisher import Publisher, probe_gap
@@ -92,6 +93,52 @@ async def test_nobody_waits_for_a_member_that_dies_after_the_call(
     _, ready = await publisher.call(Version(1, 1))
     assert set(ready) == {"alive"}
     assert time.monotonic() - since < 3
+    alive.cancel()
+    await asyncio.gather(alive, dying, return_exceptions=True)
+
+
+PEER = Reply("failed", error="RoundError: weight broadcast failed: Connection closed by peer")
+
+
+@pytest.mark.parametrize(
+    ("answers", "again"),
+    [
+        ({"a": PEER, "b": PEER, "bad": Reply("failed", error="no memory")}, {"a", "b"}),
+        ({"a": PEER, "b": PEER}, set()),
+        ({"a": DONE, "b": PEER}, set()),
+    ],
+)
+async def test_who_fails_with_others_is_served_again_at_once_and_who_made_them_fail_backs_off(
+    publisher: Publisher, broker: Broker, answers: dict[str, Reply], again: set[str]
+) -> None:
+    tasks = [asyncio.create_task(member(broker, name, READY, a)) for name, a in answers.items()]
+    await joined(publisher, len(answers))
+    done = {name for name, answer in answers.items() if answer is DONE}
+    assert set(await round_of(publisher, 1)) == done
+    assert await publisher.joiners() == again
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_round_is_given_up_when_a_member_dies_before_the_group_is_formed(
+    publisher: Publisher, broker: Broker
+) -> None:
+    alive = asyncio.create_task(member(broker, "alive", READY, PEER))
+    dying = asyncio.create_task(member(broker, "dying", READY))
+    await joined(publisher, 2)
+    round_id, ready = await publisher.call(Version(1, 1))
+    go = publisher.plan(round_id, Version(1, 1), ready, MANIFEST, 1234, [1, 2, 3])
+    await publisher.say(go)
+    await publisher.require_living(go)
+    dying.cancel()
+    with pytest.raises(RoundError, match="did not form: dying died meanwhile"):
+        async with asyncio.timeout(10):
+            while True:
+                await publisher.require_living(go)
+                await asyncio.sleep(0.01)
+    assert await publisher.collect(go, OWN, time.monotonic() + 5) == ([], 0.0)
+    assert await publisher.joiners() == {"alive"}
     alive.cancel()
     await asyncio.gather(alive, dying, return_exceptions=True)
 

@@ -9,15 +9,35 @@ publications, missed rounds, restarts.
 import random
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Protocol
 
-from learner.admission import Admission, Group, Hold, Train
+from learner.admission import Admission
+from learner.decision import Group, Hold, Policy, Train
 
 MOVES = 300
 
 
+class Promise(Enum):
+    """What the rule promises. The first four are the invariants of `learner.admission`."""
+
+    BOUND = "no token trained is past the bound"
+    NO_LOSS = "without oversampling and dropping no group goes stale"
+    PROGRESS = "batches come if what is pending resolves, and a hold is for whom it can end"
+    ORDER = "batches and surplus are cut by (oldest, ordinal), never by order of completion"
+    FULL = "a batch holds exactly B accepted groups"
+    ONE_FATE = "every ordinal has one fate, or is open"
+    LAST_SLOT = "a group is lost only once it has no slot"
+    FRESH = "nothing starts with weights older than it asks for"
+    RESTART = "a restart from what is durable changes no decision"
+
+
 class Breach(AssertionError):
     """The rule has done what it promises never to do."""
+
+    def __init__(self, promise: Promise, what: str) -> None:
+        super().__init__(f"{what} (promised: {promise.value})")
+        self.promise = promise
 
 
 class Adversary(Protocol):
@@ -78,12 +98,21 @@ class Game:
         self.batch = 1 + self.pick(4)
         self.bound = self.pick(5)
         self.oversample = (1.0, 1.0, 1.5, 2.5)[self.pick(4)]
+        policies: tuple[Policy, ...] = ("hold", "hold", "hold", "drop")
+        self.policy = policies[self.pick(4)]
         self.limit = 1 + self.pick(2 * self.batch)
         self.room = 1 + self.pick(4)
         self.spite = self.pick(4)  # how often the newest goes first, in quarters
         self.pace = [1 + self.pick(4) for _ in range(4)]
         self.generators = [Generator(0) for _ in range(1 + self.pick(3))]
-        self.admission = self.rule(self.batch, self.bound, self.oversample)
+        self.admission = self.new_rule()
+
+    def new_rule(self) -> Admission:
+        return self.rule(self.batch, self.bound, self.oversample, self.policy)
+
+    @property
+    def lossless(self) -> bool:
+        return self.oversample == 1 and self.policy == "hold"
 
     def pick(self, n: int) -> int:
         return self.adversary.pick(n)
@@ -129,7 +158,7 @@ class Game:
             return
         if group is not None:
             if generator.version < group.least:
-                raise Breach("a prompt was started with weights older than it asks for")
+                raise Breach(Promise.FRESH, "a prompt was started with older weights")
             group.place, group.owner = "claimed", owner
             # The first token may be sampled at once.
             group.tokens = generator.version if group.tokens is None else group.tokens
@@ -229,18 +258,21 @@ class Game:
         if isinstance(decision, Hold):
             self.check_hold(decision.for_whom)
         elif decision.missing != self.batch - len(self.at("accepted")):
-            raise Breach("starved although enough groups are accepted, or by a wrong number")
+            raise Breach(Promise.PROGRESS, "starved although enough are accepted")
         self.publish(reliably)  # every wait is a safe point
 
     def train(self, ordinals: Sequence[int]) -> None:
         if len(ordinals) != self.batch or len(set(ordinals)) != self.batch:
-            raise Breach("a batch of the wrong size")
+            raise Breach(Promise.FULL, "a batch of the wrong size")
         for ordinal in ordinals:
             group = self.open[ordinal]
             if group.place != "accepted" or group.tokens is None:
-                raise Breach("trained a group that is not accepted")
+                raise Breach(Promise.FULL, "trained a group that is not accepted")
             if group.tokens < self.version - self.bound:
-                raise Breach("trained a token past the bound")
+                raise Breach(Promise.BOUND, "trained a token past the bound")
+        in_order = sorted(self.at("accepted"), key=lambda group: (self.due(group), group.ordinal))
+        if list(ordinals) != [group.ordinal for group in in_order[: self.batch]]:
+            raise Breach(Promise.ORDER, "a batch is not of the first groups in order")
         for ordinal in ordinals:
             self.open[ordinal].place = "training"
         self.admission.begin(ordinals)
@@ -252,8 +284,8 @@ class Game:
 
     def drop_lost(self) -> None:
         for ordinal in self.admission.lost():
-            if self.oversample == 1:
-                raise Breach("a group went stale without oversampling")
+            if self.lossless:
+                raise Breach(Promise.NO_LOSS, "a group went stale")
             self.check_lost(self.open[ordinal])
             self.settle(ordinal, "stale")
             self.admission.close(ordinal)
@@ -265,7 +297,7 @@ class Game:
             before = None
         else:
             before = self.admission.lost(), self.admission.decide()
-        self.admission = self.rule(self.batch, self.bound, self.oversample)
+        self.admission = self.new_rule()
         for group in self.at("claimed"):
             if self.works(group) and self.chance(4):  # unknown to a server that has lost it
                 group.place, group.owner, group.tokens = "stream", -1, None
@@ -285,14 +317,14 @@ class Game:
         if before is not None:
             lost, decision = self.admission.lost(), self.admission.decide()
             # Only that a claim is known earlier may make a difference: to whom surplus is held for.
-            if lost != before[0] or (self.oversample == 1 and decision != before[1]):
-                raise Breach("a restart has changed a decision")
+            if lost != before[0] or (self.lossless and decision != before[1]):
+                raise Breach(Promise.RESTART, "a restart has changed a decision")
 
     # Checks against the game's own books
 
     def settle(self, ordinal: int, fate: str) -> None:
         if ordinal in self.fates:
-            raise Breach("a group with two fates")
+            raise Breach(Promise.ONE_FATE, "a group with two fates")
         self.fates[ordinal] = fate
         del self.open[ordinal]
 
@@ -304,13 +336,15 @@ class Game:
 
     def check(self) -> None:
         if set(self.admission.groups) | set(self.admission.training) != set(self.open):
-            raise Breach("the rule's open groups are not those without a fate")
-        if self.oversample > 1:
+            raise Breach(Promise.ONE_FATE, "the rule's open groups are not those without a fate")
+        if len(self.open) + len(self.fates) != self.dispatched:
+            raise Breach(Promise.ONE_FATE, "an ordinal was lost or made up")
+        if not self.lossless:
             return
         due = sorted(self.due(group) for group in self.open.values())
         for number, deadline in enumerate(due, start=1):
             if number > self.slots(deadline):
-                raise Breach("more groups are due than slots are left, so one goes stale")
+                raise Breach(Promise.NO_LOSS, "more groups are due than slots are left")
 
     def check_lost(self, lost: Truth) -> None:
         ahead = sum(
@@ -318,17 +352,17 @@ class Game:
             for group in self.at("accepted")
         )
         if ahead < self.slots(self.due(lost)) - len(self.at("training")):
-            raise Breach("lost a group that still has a slot")
+            raise Breach(Promise.LAST_SLOT, "lost a group that still has a slot")
 
     def check_hold(self, for_whom: Collection[int]) -> None:
-        if not for_whom:
-            raise Breach("held for nobody")
+        if not for_whom or self.policy == "drop":
+            raise Breach(Promise.PROGRESS, "held for nobody")
         for ordinal in for_whom:
             group = self.open[ordinal]
             if group.place == "stream" and group.tokens is None:
-                raise Breach("held for a group that nobody has claimed")
+                raise Breach(Promise.PROGRESS, "held for a group that nobody has claimed")
             if group.place == "accepted":
-                raise Breach("held for a group that is ready")
+                raise Breach(Promise.PROGRESS, "held for a group that is ready")
 
     def drain(self) -> None:
         """The adversary turns fair: what is pending resolves, rounds succeed. Batches must come."""
@@ -346,4 +380,4 @@ class Game:
             self.check()
             if self.version >= goal:
                 return
-        raise Breach("deadlock: no batch although everything pending resolves")
+        raise Breach(Promise.PROGRESS, "deadlock: no batch although everything pending resolves")

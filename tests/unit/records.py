@@ -18,12 +18,19 @@ FIRST = Version(1, 0)
 words = st.text(max_size=20)
 numbers = st.integers(-(2**40), 2**40)
 reals = st.floats(allow_nan=False)
+finite = st.floats(allow_nan=False, allow_infinity=False)
+attempts = st.integers(0, 2**40)
+places = st.one_of(
+    st.integers(0, 2**40).map(lambda ordinal: (str(ordinal), ordinal)),
+    st.builds(lambda label, index: (f"e{label}-{index}", -1 - index), words, st.integers(0, 2**40)),
+)
+"""Name and ordinal of a group."""
 versions = st.builds(Version, st.integers(0, 99), st.integers(0, 10**6))
 
 
 def int_arrays(size: int | None = None) -> st.SearchStrategy[Any]:
     most, least = (30, 0) if size is None else (size, size)
-    items = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=least, max_size=most)
+    items = st.lists(st.integers(0, 2**31 - 1), min_size=least, max_size=most)
     return items.map(lambda values: np.array(values, dtype=np.int32))
 
 
@@ -41,21 +48,32 @@ def samples(draw: st.DrawFn) -> Sample:
     )  # fmt: skip
 
 
-prompts = st.builds(
-    Prompt, group=words, ordinal=numbers, attempt=numbers, evaluation=st.booleans(), row=numbers,
-    samples=numbers, least=versions, token_ids=int_arrays(), seed=numbers, temperature=reals,
-    top_p=reals, max_tokens=numbers, gold=words, checker=words, boxed=st.booleans(), text=words,
+def placed(kind: Any, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Records whose name, ordinal and `evaluation` fit."""
+
+    def build(place: tuple[str, int], **values: Any) -> Any:
+        group, ordinal = place
+        if kind is not Rollout:
+            values["evaluation"] = ordinal < 0
+        return kind(group=group, ordinal=ordinal, **values)
+
+    return st.builds(build, place=places, attempt=attempts, **fields)
+
+
+prompts = placed(
+    Prompt, row=numbers, samples=st.integers(1, 2**16), least=versions, token_ids=int_arrays(),
+    seed=numbers, temperature=st.floats(0, 1e9), top_p=st.floats(0, 1, exclude_min=True),
+    max_tokens=st.integers(1, 2**40), gold=words, checker=words, boxed=st.booleans(), text=words,
 )  # fmt: skip
-rollouts = st.builds(
-    Rollout, group=words, ordinal=numbers, attempt=numbers, generator=words, failure=words
-)
+rollouts = placed(Rollout, generator=words, failure=words)
 judgements = st.builds(
-    Judged, outcome=OUTCOMES, extracted=words, reason=words, reward=reals, penalty=reals,
-    length=numbers, truncated=st.booleans(), oldest=versions, newest=versions, generator=words,
+    Judged, outcome=OUTCOMES, extracted=words, reason=words, reward=finite, penalty=finite,
+    length=st.integers(0, 2**40), truncated=st.booleans(), oldest=versions, newest=versions,
+    generator=words, answer=words,
 )  # fmt: skip
-verdicts = st.builds(
-    Verdict, group=words, ordinal=numbers, attempt=numbers, evaluation=st.booleans(), fate=FATES,
-    reason=words, samples=st.lists(judgements, max_size=3), verifier=words,
+verdicts = placed(
+    Verdict, fate=FATES, reason=words, samples=st.lists(judgements, max_size=3),
+    verifier=words,
 )  # fmt: skip
 records = st.one_of(prompts, samples(), rollouts, judgements, verdicts)
 

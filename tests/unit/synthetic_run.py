@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,26 @@ def store_batch(run_dir: Path, version: int, ordinals: list[int]) -> None:
     files.begin(version)
     files.write_part(version, 0, [StoredGroup(ordinal, 0, b"", b"", []) for ordinal in ordinals])
     files.commit(version)
+
+
+def a_group(
+    version: int, rewards: Sequence[float] = (1.0, -1.0, -1.2), texts: Sequence[str] = (),
+    **changes: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """A group of RUN/rollouts; a reward below −1 is of a response that was cut off."""
+    group = {
+        "version": version, "fate": "trained", "reason": "", "attempt": 0, "group": "7",
+        "ordinal": 7, "row": 3, "prompt": "What is 2+2?", "gold": "4", "checker": "math",
+        "verifier": "v",
+    }  # fmt: skip
+    samples = [
+        {
+            "index": index, "outcome": "correct" if reward > 0 else "wrong",
+            "text": texts[index] if index < len(texts) else f"Let me see,\nso it is {4 - index}",
+            "answer": str(4 - index), "why": "", "reward": 1.0 if reward > 0 else -1.0,
+            "shaped_reward": reward, "advantage": reward, "length": 9, "truncated": reward < -1,
+            "versions": ["1.11", "1.12"], "generator": "g",
+        }
+        for index, reward in enumerate(rewards)
+    ]  # fmt: skip
+    return group | {"samples": samples} | changes

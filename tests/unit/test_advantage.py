@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import NumericalError
@@ -32,6 +32,13 @@ def test_the_epsilon_is_added_to_the_standard_deviation() -> None:
     np.testing.assert_allclose(group_advantages([1.0, -1.0], ddof=0, epsilon=1.0), [0.5, -0.5])
 
 
+def test_without_normalization_the_advantage_is_the_distance_to_the_mean() -> None:
+    found = group_advantages([1.0, -1.0, -1.0, 0.2], normalization="none")
+    np.testing.assert_allclose(found, [1.2, -0.8, -0.8, 0.4], rtol=1e-6)
+    assert group_advantages([0.1] * 7, normalization="none").tolist() == [0.0] * 7
+    assert group_advantages([1.0], normalization="none").tolist() == [0.0]
+
+
 def test_a_group_of_one_has_no_advantage() -> None:
     assert group_advantages([1.0]).tolist() == [0.0]
     assert group_advantages([]).tolist() == []
@@ -51,6 +58,7 @@ def test_a_reward_that_is_not_finite_is_an_error(bad: float) -> None:
         group_advantages([1.0, bad])
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-8, 8), min_size=2, max_size=32))
 def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(values: list[int]) -> None:
     advantages = group_advantages(values)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,9 +11,9 @@ from hypothesis import strategies as st
 
 from common.config import Config, parse_config
 from common.messages import Verdict as VerdictRecord
-from common.messages import Version, decode
+from common.messages import Version, decode, encode
 from learner.assemble import Item, response_tokens, split, trajectories
-from tests.unit.records import a_stored_group
+from tests.unit.records import a_sample, a_stored_group
 
 
 def config(updates: int = 2, groups: int = 8, seed: int = 0, **algorithm: object) -> Config:
@@ -90,6 +92,25 @@ def test_trajectories_carry_the_groups_advantages_by_sample_index() -> None:
 def test_the_population_standard_deviation_is_used_where_the_recipe_says_so() -> None:
     made = trajectories(a_stored_group(5), config(advantage_ddof=0, advantage_epsilon=0))
     assert [t.advantage for t in made] == pytest.approx([-1, 1, -1, 1])
+
+
+def test_without_normalization_the_advantage_is_the_distance_to_the_mean() -> None:
+    made = trajectories(a_stored_group(5, lengths=(3, 2)), config(advantage_normalization="none"))
+    assert [t.advantage for t in made] == [-1.0, 1.0]
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_the_overlong_filter_masks_what_the_engine_cut_and_keeps_it_in_mean_and_std(
+    filtered: bool,
+) -> None:
+    group = a_stored_group(5, lengths=(3, 2, 5, 1))
+    cut = encode(dataclasses.replace(a_sample(5), finish_reason="length"))
+    group = dataclasses.replace(group, samples=[*group.samples[:2], cut, group.samples[3]])
+    made = trajectories(group, config(overlong_filter=filtered))
+    assert [t.masked for t in made] == [False, False, filtered, False]
+    assert [t.advantage for t in made] == [
+        t.advantage for t in trajectories(a_stored_group(5, lengths=(3, 2, 5, 1)), config())
+    ]
 
 
 def test_response_tokens_count_every_sample_of_a_verdict() -> None:

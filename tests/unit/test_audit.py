@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from common.audit import audit
-from common.data import recycled
+from common.audit import audit, mark_ended
 from common.errors import CheckpointError, ConfigError
 from common.ledger import Line
+from common.order import recycled
 from tests.unit.synthetic_run import (
     append_rows,
     store_batch,
@@ -47,6 +47,21 @@ def test_a_batch_in_a_file_and_in_the_ledger_counts_once(tmp_path: Path) -> None
     assert (result.trained, result.filtered, result.dispatched) == (4, 1, 5)
 
 
+def test_a_group_twice_in_one_batch_is_a_duplicate(tmp_path: Path) -> None:
+    store_batch(tmp_path, 3, [0, 1, 1])
+    result = audit(tmp_path, None)
+    assert result.duplicates == 1 and not result.balanced
+    assert "group 1 is trained in batch 3 and trained in batch 3" in result.reasons[0]
+
+
+def test_a_line_that_is_there_twice_is_one_fate(tmp_path: Path) -> None:
+    write_ledger(tmp_path, [filtered(0), trained(1, 1)])
+    path = tmp_path / "ledger.jsonl"
+    path.write_bytes(2 * path.read_bytes())
+    result = audit(tmp_path, None)
+    assert result.balanced and (result.filtered, result.trained, result.dispatched) == (1, 1, 2)
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -64,12 +79,31 @@ def test_a_group_with_two_fates_or_two_batches_is_a_duplicate(
     assert reason in result.reasons[0]
 
 
-def test_a_group_without_a_fate_is_missing_once_the_run_is_complete(tmp_path: Path) -> None:
+def test_a_group_without_a_fate_is_missing_once_the_run_has_ended(tmp_path: Path) -> None:
     write_config(tmp_path, batches=1)
     write_ledger(tmp_path, [trained(0, 1), filtered(3)])
+    mark_ended(tmp_path, batches=1)
     result = audit(tmp_path, None)
-    assert result.complete and result.missing == 2 and not result.balanced
-    assert "2 groups (1, 2) without a fate" in result.as_text()
+    assert result.missing == 2 and not result.balanced and not result.complete
+    assert "2 groups (1, 2) without a fate, though the run has ended" in result.as_text()
+
+
+def test_between_the_last_batch_and_the_end_of_the_run_open_groups_are_in_flight(
+    tmp_path: Path,
+) -> None:
+    """A crash there has lost nothing: the next start closes them."""
+    write_config(tmp_path, batches=1)
+    write_ledger(tmp_path, [trained(0, 1), filtered(3)])
+    result = audit(tmp_path, {1})
+    assert result.balanced and result.in_flight == 2 and not result.complete
+
+
+def test_a_run_that_is_prolonged_has_not_ended(tmp_path: Path) -> None:
+    write_config(tmp_path, batches=2)
+    write_ledger(tmp_path, [trained(0, 1), filtered(3)])
+    mark_ended(tmp_path, batches=1)
+    result = audit(tmp_path, None)
+    assert result.balanced and result.in_flight == 2 and not result.complete
 
 
 def test_a_group_without_a_fate_is_in_flight_while_the_run_goes_on(tmp_path: Path) -> None:
@@ -82,9 +116,10 @@ def test_a_group_without_a_fate_is_in_flight_while_the_run_goes_on(tmp_path: Pat
 
 def test_a_complete_run_is_told_by_its_metrics_too(tmp_path: Path) -> None:
     write_config(tmp_path, batches=2)
-    write_ledger(tmp_path, [filtered(1)])
+    write_ledger(tmp_path, [filtered(0)])
+    assert not audit(tmp_path, None).complete
     append_rows(tmp_path, {"time": 1.0, "kind": "batch", "step": 2})
-    assert audit(tmp_path, None).missing == 1
+    assert audit(tmp_path, None).complete
 
 
 def test_groups_that_the_server_knows_are_in_flight(tmp_path: Path) -> None:

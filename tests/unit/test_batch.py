@@ -1,26 +1,26 @@
-"""Order, split over ranks, micro-batch plan and collation."""
+"""Order, split over ranks, and collation."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.messages import Span
 from learner.batch import (
+    MiniBatch,
     Trajectory,
     collate,
     idle_micro_batch,
     mini_batches,
-    pack_rows,
-    plan_micro_batches,
     share,
     token_count,
 )
+from learner.rows import Layout
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=40)
 
@@ -42,6 +42,11 @@ def test_the_age_of_a_token_is_counted_in_versions_from_its_span() -> None:
     item = trajectory(response=5, spans=[Span(0, 5, 0, 2), Span(1, 7, 2, 5)])
     assert item.ages(7).tolist() == [2, 2, 0, 0, 0]
     assert item.tokens == 8
+
+
+def test_behind_a_kept_cache_a_token_is_as_old_as_the_oldest_of_its_response() -> None:
+    item = trajectory(response=5, spans=[Span(0, 5, 0, 2), Span(1, 7, 2, 5)], kept_cache=True)
+    assert item.ages(7).tolist() == [2, 2, 2, 2, 2]
 
 
 def test_masked_trajectories_and_log_probs_that_are_not_finite_train_no_token() -> None:
@@ -80,6 +85,7 @@ def test_groups_that_do_not_divide_into_equal_mini_batches_are_an_error() -> Non
         mini_batches([1, 2, 3], 2, seed=0, version=0)
 
 
+@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 5))
 def test_every_item_has_one_rank_and_ranks_differ_by_at_most_one_item(
     sizes: list[int], world: int
@@ -100,49 +106,39 @@ def test_groups_are_shared_whole_and_by_their_tokens() -> None:
     assert share([short], 2, 1) == []
 
 
-@given(LENGTHS, st.integers(1, 120))
-def test_the_plan_holds_every_sequence_once_within_the_budget(
-    lengths: list[int], budget: int
-) -> None:
-    plan = plan_micro_batches(lengths, budget)
-    assert sorted(sum(plan, [])) == list(range(len(lengths)))
-    for rows in plan:
-        padded = len(rows) * max(lengths[row] for row in rows)
-        assert padded <= budget or len(rows) == 1
-    ordered = [lengths[row] for rows in plan for row in rows]
-    assert ordered == sorted(lengths, reverse=True)
-
-
-def test_a_budget_of_one_gives_every_sequence_its_own_micro_batch() -> None:
-    assert plan_micro_batches([3, 9, 5], 1) == [[1], [2], [0]]
-    assert plan_micro_batches([], 10) == []
-
-
-def test_each_response_token_is_predicted_by_the_position_before_it() -> None:
-    items = [trajectory(3, 4), trajectory(2, 1), trajectory(5, 0), trajectory(1, 7)]
-    rows = pack_rows([(item.prompt_ids, item.response_ids) for item in items])
-    assert rows.input_ids_BT.shape == (4, 8)
-    flat = rows.input_ids_BT.flatten()
-    assert torch.equal(flat[rows.index_N + 1], rows.labels_N)
-    assert rows.labels_N.tolist() == [*range(100, 104), 100, *range(100, 107)]
-    assert rows.input_ids_BT[0].tolist() == [1, 2, 3, 100, 101, 102, 103, 0]
-
-
 def test_columns_of_a_micro_batch_line_up_with_the_labels() -> None:
     first = trajectory(3, 2, advantage=1.0, spans=[Span(0, 6, 0, 1), Span(0, 7, 1, 2)])
     second = trajectory(2, 3, advantage=-2.0, masked=True)
     old = [np.array([-9.0, -8.0], np.float32), np.array([-7.0, -6.0, -5.0], np.float32)]
-    batch = collate([first, second], version=7, old=old)
-    assert batch.behaviour_N.tolist() == [-1, -2, -1, -2, -3]
-    assert batch.old_N is not None and batch.old_N.tolist() == [-9, -8, -7, -6, -5]
-    assert batch.advantage_N.tolist() == [1, 1, -2, -2, -2]
-    assert batch.counted_N.tolist() == [True, True, False, False, False]
-    assert batch.age_N.tolist() == [1, 0, 0, 0, 0]
-    assert collate([first], version=7).old_N is None
+    mini = MiniBatch([first, second], scales=[0.5, 0.0], start=old, reference=old)
+    batch = collate(mini, [1, 0], version=7)
+    assert batch.responses == 2
+    assert batch.response_N.tolist() == [0, 0, 0, 1, 1]
+    assert batch.behaviour_N.tolist() == [-1, -2, -3, -1, -2]
+    assert batch.start_N is not None and batch.start_N.tolist() == [-7, -6, -5, -9, -8]
+    assert batch.reference_N is not None and batch.reference_N.tolist() == [-7, -6, -5, -9, -8]
+    assert batch.advantage_N.tolist() == [-2, -2, -2, 1, 1]
+    assert batch.counted_N.tolist() == [False, False, False, True, True]
+    assert batch.age_N.tolist() == [0, 0, 0, 1, 0]
+    assert batch.scale_N.tolist() == [0, 0, 0, 0.5, 0.5]
+
+
+def test_log_probs_that_were_not_scored_are_none() -> None:
+    batch = collate(MiniBatch([trajectory()], [1.0]), [0], version=7)
+    assert batch.start_N is None and batch.reference_N is None
+
+
+@pytest.mark.parametrize("layout", get_args(Layout))
+def test_the_layout_of_the_rows_changes_no_other_column(layout: Layout) -> None:
+    mini = MiniBatch([trajectory(3, 2), trajectory(2, 5)], [0.5, 0.25])
+    batch, padded = collate(mini, [0, 1], 7, layout), collate(mini, [0, 1], 7)
+    assert torch.equal(batch.rows.labels_N, padded.rows.labels_N)
+    for mine, other in zip(batch[2:], padded[2:], strict=True):
+        assert mine is other is None or torch.equal(mine, other)
 
 
 def test_a_response_without_tokens_adds_nothing() -> None:
-    batch = collate([trajectory(3, 0)], version=7)
+    batch = collate(MiniBatch([trajectory(3, 0)], [0.0]), [0], version=7)
     assert len(batch.rows.labels_N) == len(batch.advantage_N) == len(batch.age_N) == 0
 
 

@@ -81,6 +81,7 @@ def test_every_wrong_key_is_reported_at_once(recipe: Path) -> None:
         (["algorithm.importance_cap=3"], "algorithm.importance_cap", "updates_per_batch = 1"),
         (["reward.overlong_factor=2"], "reward.overlong_factor", "reward.overlong_cache = 0"),
         (["eval.every=5"], "eval.every", "without data.heldout"),
+        (["data.weights=[2]"], "data.weights", "with one file in data.train"),
         (["redis.password_file=secret"], "redis.password_file", "without redis.url"),
         (["redis.port=7000", "redis.url=redis://a"], "redis.port", "redis.url"),
     ],
@@ -101,6 +102,20 @@ def test_the_same_keys_are_accepted_where_they_have_an_effect(recipe: Path) -> N
     )  # fmt: skip
     assert config.algorithm.importance_cap == 3
     assert config.eval.every == 5
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ("[1]", "data.weights has 1 values for 2 files in data.train"),
+        ("[1, 0]", "data.weights.1: Input should be greater than 0"),
+        ("[1, 0.3333333]", "data.weights: the weights 1.0, 0.3333333 repeat only after"),
+    ],
+)
+def test_weights_are_one_for_each_file_and_above_zero(
+    recipe: Path, weights: str, words: str
+) -> None:
+    assert words in refusal(recipe, 'data.train=["a", "b"]', f"data.weights={weights}")
 
 
 def test_a_missing_section_and_a_missing_key_say_what_to_set(tmp_path: Path) -> None:

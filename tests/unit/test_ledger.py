@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from common.errors import CheckpointError
+from common.errors import CheckpointError, DiskError, FencedError
 from common.ledger import FATES, Ledger, Line, read_lines
 
 
@@ -97,14 +98,121 @@ def test_a_torn_last_line_is_cut_at_the_next_start(path: Path, torn: bytes) -> N
     assert list(read_lines(path)) == [filtered(1), filtered(2)]
 
 
-@pytest.mark.parametrize("damaged", [b"garbage\n", b"[]\n", b'{"ordinal": 3}\n', b"\n"])
-def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(path: Path, damaged: bytes) -> None:
+def write_lines(path: Path, *calls: list[Line]) -> list[bytes]:
+    """The lines of a ledger that recorded these calls."""
     ledger = Ledger(path)
-    ledger.record([filtered(1)])
+    for call in calls:
+        ledger.record(call)
     ledger.close()
-    path.write_bytes(path.read_bytes() + damaged + path.read_bytes())
+    return path.read_bytes().splitlines(keepends=True)
+
+
+DAMAGES = [b"garbage\n", b"[]\n", b'{"ordinal": 3}\n', b"\n", b"\x00" * 40 + b"\n", b"\xff\n"]
+
+
+@pytest.mark.parametrize("damaged", DAMAGES)
+def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(path: Path, damaged: bytes) -> None:
+    lines = write_lines(path, [filtered(1)], [filtered(2)], [filtered(3)])
+    path.write_bytes(lines[0] + damaged.rjust(len(lines[1])) + lines[2])
     with pytest.raises(CheckpointError, match=r"line 2 cannot be read .*restore the file"):
         Ledger(path)
+    assert path.read_bytes().endswith(lines[2])
+
+
+@pytest.mark.parametrize("damaged", DAMAGES)
+def test_a_write_of_which_only_the_end_came_to_the_disk_is_cut_whole(
+    path: Path, damaged: bytes
+) -> None:
+    """The first page of an unsynced write may be lost while its second is there."""
+    lines = write_lines(path, [filtered(1)], [filtered(2), filtered(3), filtered(4)])
+    path.write_bytes(lines[0] + damaged + b"".join(lines[2:]))
+    again = Ledger(path)
+    assert list(again.fates) == [1] == [line.ordinal for line in read_lines(path)]
+    assert path.read_bytes() == lines[0]
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_a_damaged_line_of_an_old_file_is_an_error_wherever_others_follow(
+    path: Path, where: int
+) -> None:
+    """Ledgers that do not say what was durable when: no line is given up."""
+    path.parent.mkdir()
+    row = '{"ordinal": %d, "attempt": 0, "fate": "filtered", "reason": "", "batch": null}\n'
+    lines = [row % ordinal for ordinal in range(4)]
+    path.write_text("".join([*lines[:where], "x" * 40 + "\n", *lines[where:]]))
+    with pytest.raises(CheckpointError, match=f"line {where + 1} cannot be read"):
+        Ledger(path)
+    path.write_text("".join(lines))
+    assert list(Ledger(path).fates) == [0, 1, 2, 3]
+
+
+def test_lines_that_a_killed_process_did_not_sync_are_synced_before_they_count(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda fd: None)
+        write_lines(path, [filtered(1)])
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.fstat(fd).st_ino))
+    assert list(Ledger(path).fates) == [1]
+    assert path.stat().st_ino in synced
+
+
+def full(fd: int, data: Any) -> int:
+    """A disk that takes some bytes more, then none."""
+    if len(data) > 10:
+        return _write(fd, data[:10])
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+_write = os.write
+
+
+def test_a_full_disk_is_an_error_that_says_so_and_leaves_the_ledger_whole(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = Ledger(path)
+    ledger.record([filtered(1)])
+    before = path.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(DiskError, match=r"ledger\.jsonl .*disk is full.*free space"):
+            ledger.record([filtered(2), filtered(3)])
+    assert path.read_bytes() == before
+    assert list(ledger.fates) == [1] and ledger.counts() == {"filtered": 1}
+    ledger.record([filtered(3)])  # there is room again
+    assert [line.ordinal for line in read_lines(path)] == [1, 3]
+
+
+def test_what_cannot_be_taken_back_ends_the_ledger_until_the_next_start(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    ledger = Ledger(path)
+    ledger.record([filtered(1)])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", broken)
+        with pytest.raises(DiskError, match="device fails"):
+            ledger.record([filtered(2)])
+    with pytest.raises(DiskError, match="start the run again"):
+        ledger.record([filtered(3)])
+    assert list(ledger.fates) == [1]
+    ledger.close()
+    Ledger(path).record([filtered(3)])
+    assert list(Ledger(path).fates) == [1, 3]
+
+
+def test_nothing_is_recorded_for_a_run_that_another_learner_has_taken_over(path: Path) -> None:
+    def still_mine() -> None:
+        raise FencedError("another learner has taken over")
+
+    ledger = Ledger(path, still_mine)
+    with pytest.raises(FencedError):
+        ledger.record([filtered(1)])
+    assert path.read_bytes() == b"" and not ledger.fates
+    assert ledger.record([]) == []
 
 
 def test_a_ledger_that_does_not_exist_has_no_lines(path: Path) -> None:

@@ -88,6 +88,13 @@ def test_the_view_says_what_is_waited_for_and_who_is_silent(tmp_path: Path) -> N
     assert "no learner" in screen(LiveView(tmp_path, lambda: status() | {"members": {}}))
 
 
+def test_the_view_names_the_bottleneck(tmp_path: Path) -> None:
+    write_run(tmp_path / "demo", batches=3)
+    shown = status(shares={"waiting": 0.9, "training": 0.1})
+    text = screen(LiveView(tmp_path / "demo", lambda: shown))
+    assert "learner starved: the learner waits for groups 90% of its time" in text
+
+
 def test_a_lost_server_is_shown_and_not_raised(tmp_path: Path) -> None:
     assert "no answer" in screen(LiveView(tmp_path, lambda: {"error": "no answer from the server"}))
 
@@ -126,6 +133,16 @@ def test_plain_lines_tell_each_row_once_and_not_those_of_an_earlier_start(tmp_pa
     assert third.startswith("batch 3/10: accuracy") and "5.0/4.0/1.0 s" in third
     assert evaluation == "evaluation 3: accuracy 0.500 ± 0.020"
     assert list(view.plain_lines()) == []
+
+
+def test_an_evaluation_on_several_files_names_each_with_its_accuracy(tmp_path: Path) -> None:
+    view = LiveView(tmp_path, dict)
+    row = eval_row("after", 9, 1.0, 0.4)
+    files = {"aime24": {"accuracy": 0.3}, "amc23": {"accuracy": 0.5}}
+    append_rows(tmp_path, row | {"files": files}, row | {"files": {"aime24": files["aime24"]}})
+    several, one = view.plain_lines()
+    assert several == "evaluation after: accuracy 0.400 ± 0.020 (aime24 0.300, amc23 0.500)"
+    assert one == "evaluation after: accuracy 0.400 ± 0.020"
 
 
 def test_plain_lines_tell_of_rounds_that_lost_a_member(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from learner.loss import (
     Clip,
     TokenLoss,
     gap_sums,
-    importance_sums,
-    importance_weights,
+    k3,
     log_ratio,
     token_loss,
     usable_tokens,
@@ -49,18 +48,18 @@ def loss_of(
 )
 def test_one_token_has_the_loss_of_the_formula(ratio: float, advantage: float, loss: float) -> None:
     result, _ = loss_of([ratio], [advantage])
-    assert result.loss.item() == pytest.approx(loss, rel=1e-6)
+    assert result.loss_N.sum().item() == pytest.approx(loss, rel=1e-6)
 
 
 def test_without_dual_clip_the_loss_of_a_risen_bad_token_is_not_bounded() -> None:
     result, _ = loss_of([12.0], [-2.0], CLIP._replace(dual=None))
-    assert result.loss.item() == pytest.approx(24.0, rel=1e-6)
+    assert result.loss_N.sum().item() == pytest.approx(24.0, rel=1e-6)
 
 
 def test_clipped_tokens_have_no_gradient_and_the_others_minus_ratio_times_advantage() -> None:
     ratios, advantages = [1.0, 1.5, 0.5, 0.5, 12.0, 1.1], [2.0, 2.0, 2.0, -2.0, -2.0, -3.0]
     result, logprob_N = loss_of(ratios, advantages)
-    result.loss.backward()
+    result.loss_N.sum().backward()
     expected = torch.tensor([-2.0, 0.0, -1.0, 0.0, 0.0, 3.3])
     torch.testing.assert_close(logprob_N.grad, expected, rtol=1e-5, atol=1e-6)
 
@@ -71,7 +70,7 @@ def test_the_log_ratio_is_clamped_at_twenty() -> None:
     assert delta.tolist() == [20.0, -20.0]
     result, _ = loss_of([1.0], [1.0])
     huge = token_loss(torch.tensor([900.0]), torch.zeros(1), torch.tensor([-1.0]), mask[:1], CLIP)
-    assert math.isfinite(huge.loss.item()) and math.isfinite(result.loss.item())
+    assert math.isfinite(huge.loss_N.sum().item()) and math.isfinite(result.loss_N.sum().item())
 
 
 def test_a_masked_token_is_missing_from_numerator_and_denominator() -> None:
@@ -84,12 +83,12 @@ def test_a_masked_token_is_missing_from_numerator_and_denominator() -> None:
     alone = token_loss(
         logprob_N[keep], old_N[keep], advantage_N[keep], torch.ones(2, dtype=torch.bool), CLIP
     )
-    assert result.loss.item() == alone.loss.item()
+    assert result.loss_N.sum().item() == alone.loss_N.sum().item()
     assert {k: v.item() for k, v in result.sums.items()} == pytest.approx(
         {k: v.item() for k, v in alone.sums.items()}
     )
     assert result.sums["tokens"].item() == 2
-    result.loss.backward()
+    result.loss_N.sum().backward()
     assert logprob_N.grad is not None
     assert logprob_N.grad[1:3].tolist() == [0.0, 0.0]
     assert logprob_N.grad.isfinite().all()
@@ -99,8 +98,8 @@ def test_an_all_masked_micro_batch_has_loss_zero_and_gradient_zero() -> None:
     logprob_N = torch.tensor([0.1, 0.2]).requires_grad_()
     mask_N = torch.zeros(2, dtype=torch.bool)
     result = token_loss(logprob_N, torch.tensor([NAN, -INF]), torch.ones(2), mask_N, CLIP)
-    result.loss.backward()
-    assert result.loss.item() == 0 and result.sums["tokens"].item() == 0
+    result.loss_N.sum().backward()
+    assert result.loss_N.sum().item() == 0 and result.sums["tokens"].item() == 0
     assert logprob_N.grad is not None and logprob_N.grad.tolist() == [0.0, 0.0]
 
 
@@ -111,11 +110,14 @@ def test_behaviour_log_probs_that_are_not_finite_are_masked_and_counted() -> Non
     assert nonfinite.item() == 2
 
 
-def test_upper_and_lower_clip_count_only_the_side_that_acts() -> None:
-    ratios = [1.3, 1.3, 0.7, 0.7, 1.27, 0.81, 12.0]
-    result, _ = loss_of(ratios, [1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0])
-    assert result.sums["clip_upper"].item() == 1
+def test_each_clip_counts_only_where_it_acts() -> None:
+    ratios = [1.3, 1.3, 0.7, 0.7, 1.27, 0.81, 12.0, 12.0, 9.9]
+    result, _ = loss_of(ratios, [1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0, 1.0, -1.0])
+    assert result.sums["clip_upper"].item() == 2
     assert result.sums["clip_lower"].item() == 1
+    assert result.sums["clip_dual"].item() == 1
+    without, _ = loss_of(ratios, [-1.0] * len(ratios), CLIP._replace(dual=None))
+    assert without.sums["clip_dual"].item() == 0
 
 
 def test_sums_of_micro_batches_add_up_to_those_of_the_batch() -> None:
@@ -127,37 +129,24 @@ def test_sums_of_micro_batches_add_up_to_those_of_the_batch() -> None:
         token_loss(new[part], old[part], advantage[part], mask[part], CLIP)
         for part in (slice(0, 3), slice(3, 3), slice(3, 40))
     ]
-    torch.testing.assert_close(sum(part.loss for part in parts), whole.loss)
+    torch.testing.assert_close(torch.cat([part.loss_N for part in parts]), whole.loss_N)
     for name, value in whole.sums.items():
         torch.testing.assert_close(sum(part.sums[name] for part in parts), value)
 
 
-def test_k3_and_mean_difference_are_those_of_the_ratio() -> None:
+def test_sums_of_ratio_and_kl_are_those_of_the_formula() -> None:
     result, _ = loss_of([1.5, 0.5], [1.0, 1.0])
-    k3 = (1.5 - 1 - math.log(1.5)) + (0.5 - 1 - math.log(0.5))
-    assert result.sums["k3"].item() == pytest.approx(k3, rel=1e-5)
-    assert result.sums["abs_delta"].item() == pytest.approx(math.log(1.5) + math.log(2), rel=1e-5)
+    kl = (1.5 - 1 - math.log(1.5)) + (0.5 - 1 - math.log(0.5))
+    assert result.sums["k3"].item() == pytest.approx(kl, rel=1e-5)
     assert result.sums["ratio"].item() == pytest.approx(2.0, rel=1e-6)
 
 
-def test_importance_weights_are_truncated_detached_and_zero_where_masked() -> None:
-    start_N = torch.tensor([0.0, math.log(1.5), math.log(3.0), 0.0]).requires_grad_()
-    mask_N = torch.tensor([True, True, True, False])
-    weight_N = importance_weights(start_N, torch.tensor([0.0, 0.0, 0.0, NAN]), mask_N, cap=2.0)
-    assert weight_N.tolist() == pytest.approx([1.0, 1.5, 2.0, 0.0])
-    assert not weight_N.requires_grad
-    sums = importance_sums(weight_N)
-    assert sums["importance"].item() == pytest.approx(4.5)
-    assert sums["importance_squared"].item() == pytest.approx(1 + 2.25 + 4)
-
-
-def test_importance_weights_multiply_the_loss_and_not_the_token_count() -> None:
-    logprob_N, old_N = torch.zeros(2), torch.zeros(2)
-    advantage_N, mask_N = torch.tensor([1.0, -1.0]), torch.ones(2, dtype=torch.bool)
-    weight_N = torch.tensor([0.5, 2.0])
-    result = token_loss(logprob_N, old_N, advantage_N, mask_N, CLIP, weight_N)
-    assert result.loss.item() == pytest.approx(-0.5 + 2.0)
-    assert result.sums["tokens"].item() == 2
+def test_k3_averages_to_the_kl_divergence_and_is_never_negative() -> None:
+    p, q = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.5, 0.2, 0.3])
+    estimates = k3(q.log() - p.log())
+    assert (estimates >= 0).all()
+    exact = (p * (p / q).log()).sum()
+    torch.testing.assert_close((p * estimates).sum(), exact)
 
 
 def test_the_gap_is_reported_by_age_and_its_maximum_looks_at_age_zero_only() -> None:

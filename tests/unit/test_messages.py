@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 from typing import Any
 
@@ -24,9 +25,10 @@ from common.messages import (
     Version,
     decode,
     encode,
+    ordinal_of,
 )
 from tests.unit import records
-from tests.unit.records import a_prompt, a_sample, a_verdict
+from tests.unit.records import a_judgement, a_prompt, a_sample, a_verdict
 
 KINDS: tuple[Any, ...] = (Prompt, Sample, Rollout, Judged, Verdict)
 EXAMPLES: list[bytes] = [
@@ -174,6 +176,19 @@ def test_a_wrong_kind_and_a_wrong_field_are_named() -> None:
         decode(Prompt, msgpack.packb(fields))
 
 
+def test_a_verdict_of_before_samples_had_an_answer_is_read_with_an_empty_one() -> None:
+    fields = msgpack.unpackb(encode(a_verdict()))
+    judged = next(field for field in fields if isinstance(field, list) and field)
+    before = [item[:-1] for item in judged]
+    fields[fields.index(judged)] = before
+    read = decode(Verdict, msgpack.packb(fields))
+    assert same(read, a_verdict())
+    assert {item.answer for item in read.samples} == {""}
+    before[0].pop()
+    with pytest.raises(MessageError, match="a judged has 11 fields, not 9"):
+        decode(Verdict, msgpack.packb(fields))
+
+
 def test_a_record_above_the_limit_is_refused_before_it_is_read() -> None:
     data = encode(a_prompt())
     assert same(decode(Prompt, data, max_bytes=len(data)), a_prompt())
@@ -224,3 +239,55 @@ def test_a_text_that_is_no_version_is_a_message_error(text: str) -> None:
 
 def test_versions_order_by_incarnation_first() -> None:
     assert Version(1, 9) < Version(2, 0) < Version(2, 1)
+
+
+# --- what no record of a run says ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("group", "ordinal"),
+    [("0", 0), ("12", 12), ("e-0", -1), ("ebefore-4", -5), ("ea-b-c-12", -13), (str(2**59), 2**59)],
+)
+def test_the_name_of_a_group_tells_its_ordinal(group: str, ordinal: int) -> None:
+    assert ordinal_of(group) == ordinal
+
+
+@pytest.mark.parametrize(
+    "group", ["", "e", "e-", "-1", "x-1", "1.5", "e1", "ebefore", "²", "٣", " 1", "1_0", "9" * 5000]
+)
+def test_any_other_name_is_a_message_error(group: str) -> None:
+    with pytest.raises(MessageError, match="no group is named"):
+        ordinal_of(group)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"group": "4"}, {"ordinal": 4}, {"ordinal": -4}, {"evaluation": True}, {"attempt": -1},
+        {"group": "e-3", "ordinal": 3}, {"group": "e-3", "ordinal": -4},
+        {"samples": 0}, {"samples": -1}, {"samples": 2**20}, {"max_tokens": 0},
+        {"temperature": -1.0}, {"temperature": math.nan}, {"temperature": math.inf},
+        {"top_p": 0.0}, {"top_p": 1.5}, {"token_ids": np.array([1, -1], dtype=np.int32)},
+    ],
+)  # fmt: skip
+def test_a_prompt_that_nobody_can_generate_for_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(MessageError):
+        dataclasses.replace(a_prompt(3), **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"reward": math.nan}, {"reward": math.inf}, {"penalty": -math.inf}, {"length": -1}],
+)
+def test_a_judgement_that_would_spoil_a_batch_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(MessageError, match="judged"):
+        dataclasses.replace(a_judgement(), **changes)
+
+
+def test_tokens_and_versions_below_zero_are_refused() -> None:
+    with pytest.raises(MessageError, match="token -5 is below 0"):
+        dataclasses.replace(a_sample(2), token_ids=np.array([1, -5], dtype=np.int32))
+    fields = msgpack.unpackb(encode(a_prompt()))
+    fields[2 + 6] = [-1, 0]
+    with pytest.raises(MessageError, match="prompt.least: expected 2 integers from 0 on"):
+        decode(Prompt, msgpack.packb(fields))

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from common.errors import ConfigError
-from learner.batch import pack_rows
 from learner.policy import Policy, chunked_logprobs
+from learner.rows import Layout, lay_out
 
 N, D, V = 11, 8, 23
 TEMPERATURE = 0.7
@@ -107,9 +114,13 @@ def test_no_tensor_is_larger_than_one_chunk_of_logits_in_either_pass() -> None:
     assert largest.elements == 10 * 500
 
 
-def tiny(tied: bool) -> Any:
+def tiny(tied: bool, kind: str = "qwen2") -> Any:
     torch.manual_seed(0)
-    config = Qwen2Config(
+    settings, build = {
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "llama": (LlamaConfig, LlamaForCausalLM),
+    }[kind]
+    config = settings(
         vocab_size=60,
         hidden_size=16,
         intermediate_size=24,
@@ -119,29 +130,49 @@ def tiny(tied: bool) -> Any:
         tie_word_embeddings=tied,
         initializer_range=0.3,
     )
-    return Qwen2ForCausalLM(config)
+    return build(config)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_padded_rows_give_what_each_sequence_gives_alone(tied: bool) -> None:
-    model = tiny(tied)
-    tokens = np.random.default_rng(0).integers(0, 60, (3, 2, 9)).astype(np.int32)
-    lengths = ((3, 9), (6, 1), (1, 4))
-    pairs = [(row[0, :a], row[1, :b]) for row, (a, b) in zip(tokens, lengths, strict=True)]
-    logprob, _ = Policy(model)(*pack_rows(pairs), TEMPERATURE, 5)
-    alone = []
-    for prompt, response in pairs:
+PAIRS = [
+    (np.arange(a, dtype=np.int32), np.arange(20, 20 + b, dtype=np.int32))
+    for a, b in ((3, 9), (6, 1), (1, 4), (2, 2))
+]
+
+
+def alone(model: Any) -> torch.Tensor:
+    """Log-probs of the responses of `PAIRS`, one sequence at a time."""
+    parts = []
+    for prompt, response in PAIRS:
         ids = torch.from_numpy(np.concatenate([prompt, response])).long()
         logits = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
-        alone.append(logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0])
-    torch.testing.assert_close(logprob, torch.cat(alone), rtol=1e-5, atol=1e-5)
+        parts.append(logits.log_softmax(-1).gather(1, ids[len(prompt) :, None])[:, 0])
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("layout", get_args(Layout))
+@pytest.mark.parametrize("kind", ["qwen2", "llama"])
+def test_rows_of_either_layout_give_what_each_sequence_gives_alone(
+    kind: str, layout: Layout, attention: str
+) -> None:
+    model = tiny(tied=False, kind=kind)
+    model.set_attn_implementation(attention)
+    logprob, _ = Policy(model)(*lay_out(PAIRS, layout), TEMPERATURE, 5)
+    torch.testing.assert_close(logprob, alone(model), rtol=1e-5, atol=1e-5)
+
+
+def test_packed_sequences_would_see_each_other_without_their_positions() -> None:
+    model = tiny(tied=True)
+    rows = lay_out(PAIRS, "packed")._replace(position_ids_BT=None)
+    logprob, _ = Policy(model)(*rows, TEMPERATURE, 5)
+    assert (logprob - alone(model)).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_gradients_of_all_parameters_are_those_of_whole_logits(tied: bool) -> None:
     mine, plain = tiny(tied), tiny(tied)
     prompt, response = np.arange(3, dtype=np.int32), np.arange(10, 17, dtype=np.int32)
-    Policy(mine)(*pack_rows([(prompt, response)]), TEMPERATURE, 2)[0].sum().backward()
+    Policy(mine)(*lay_out([(prompt, response)]), TEMPERATURE, 2)[0].sum().backward()
     ids = torch.from_numpy(np.concatenate([prompt, response])).long()
     logits = plain(input_ids=ids[None]).logits[0, 2:-1] / TEMPERATURE
     logits.log_softmax(-1).gather(1, ids[3:, None]).sum().backward()

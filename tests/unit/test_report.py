@@ -51,15 +51,18 @@ def test_the_summary_has_the_figures_of_the_run(tmp_path: Path) -> None:
     assert sum(figures["samples_by_generator"].values()) == 40 * 128
 
 
-def test_the_report_is_three_files_and_two_pictures_that_show_something(tmp_path: Path) -> None:
+def test_the_report_is_a_page_two_files_and_two_pictures_with_content(
+    tmp_path: Path,
+) -> None:
     write_run(tmp_path, batches=30)
     folder = write_report(tmp_path)
     assert folder == tmp_path / "report"
     assert json.loads((folder / "summary.json").read_text()) == summary(tmp_path)
+    assert (folder / "index.html").read_text().startswith("<!doctype html>")
     text = (folder / "report.txt").read_text()
     assert "30 of 30 batches" in text and "0.810 ± 0.020" in text
     curves, accuracy = imread(folder / "curves.png"), imread(folder / "accuracy.png")
-    assert curves.shape[:2] == (1000, 1200) and accuracy.shape[:2] == (500, 900)
+    assert curves.shape[:2] == (1300, 1200) and accuracy.shape[:2] == (500, 900)
     assert colours(folder / "curves.png") > 500 and colours(folder / "accuracy.png") > 100
 
 

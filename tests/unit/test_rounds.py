@@ -13,17 +13,19 @@ from common.rounds import Call, Go, Message, Publish, Reply, dumps, loads
 
 words = st.text(max_size=10)
 counts = st.integers(0, 10**6)
+versions = st.builds("{}.{}".format, counts, counts)
 messages: Any = st.one_of(
-    st.builds(Call, words, words),
+    st.builds(Call, words, versions),
     st.builds(
-        Go, round=words, version=words, prefix=words, fresh=st.booleans(), host=words, port=counts,
-        backend=words, world=counts, ranks=st.dictionaries(words, counts, max_size=3),
-        manifest=st.just([["a.weight", [2, 3]]]), dtype=words, bucket_bytes=counts,
-        timeout_s=st.floats(0, 1e6), probe=st.lists(counts, max_size=3),
+        Go, round=words, version=versions, prefix=words, fresh=st.booleans(), host=words,
+        port=counts, backend=st.sampled_from(["gloo", "nccl"]), world=counts,
+        ranks=st.dictionaries(words, counts, max_size=3),
+        manifest=st.just([("a.weight", [2, 3])]), dtype=st.sampled_from(["float32", "bfloat16"]),
+        bucket_bytes=counts, timeout_s=st.floats(0, 1e6), probe=st.lists(counts, max_size=3),
     ),
-    st.builds(Publish, words, words, st.lists(words, max_size=3)),
+    st.builds(Publish, words, versions, st.lists(words, max_size=3)),
     st.builds(
-        Reply, words, counts, words, words, st.lists(st.floats(-100, 0), max_size=3)
+        Reply, words, st.integers(1, 9), words, words, st.lists(st.floats(-100, 0), max_size=3)
     ),
 )  # fmt: skip
 
@@ -39,7 +41,12 @@ def test_a_message_reads_back_as_it_was_said(message: Message) -> None:
     "text",
     [
         b"", b"{", b"\xff", b"3", b"null", b"[]", b'["call"]', b'["call", []]', b'["call", {}]',
-        b'["shout", {}]', b'["call", {"round": "1", "version": "2", "more": 3}]', b'[["call"], {}]',
+        b'["shout", {}]', b'[["call"], {}]',
+        b'["call", {"round": "1", "version": "2.0", "more": 3}]',
+        b'["call", {"round": "1", "version": "2"}]', b'["call", {"round": 1, "version": "2.0"}]',
+        b'["publish", {"round": "1", "version": "2.0", "members": "ab"}]',
+        b'["reply", {"status": "ready", "workers": 0}]', b'["reply", {"status": "a", "probe": 3}]',
+        b'["call", {"round": "\\ud800", "version": "2.0"}]', b"[" * 100_000,
     ],
 )  # fmt: skip
 def test_anything_else_is_a_message_error(text: bytes) -> None:

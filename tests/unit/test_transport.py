@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from common import transport
 from common.errors import RoundError
+from common.rounds import is_peers_fault
 from common.transport import WeightGroup, digest, receive_buckets, send_buckets
 
 HOST = "127.0.0.1"
@@ -225,6 +226,27 @@ def test_a_group_that_somebody_does_not_join_fails_within_the_timeout(store: Any
     assert time.monotonic() - started < TIMEOUT_S + 1
 
 
+def test_a_group_that_rank_0_gives_up_keeps_nobody_waiting(store: Any) -> None:
+    """As when a member has died after it was called: the others are told, long before a timeout."""
+    here = transport.dist.PrefixStore("given up", transport.join_store(HOST, store.port, 60.0))
+
+    def member() -> WeightGroup:
+        own = transport.join_store(HOST, store.port, 60.0)
+        return WeightGroup.form("gloo", own, "given up", 1, 3, 60.0, HOST)
+
+    def check() -> None:
+        if here.check(["here/1"]):  # and nobody of rank 2 will ever come
+            raise RoundError("the other one died")
+
+    waiting = in_background(member)
+    own = transport.join_store(HOST, store.port, 60.0)
+    with pytest.raises(RoundError, match="the other one died"):
+        WeightGroup.form("gloo", own, "given up", 0, 3, 60.0, HOST, check)
+    with pytest.raises(RoundError, match="the learner has given it up") as caught:
+        waiting.result(30)
+    assert is_peers_fault(str(caught.value))
+
+
 def test_a_silent_peer_is_an_error_within_the_timeout(
     pair: tuple[WeightGroup, WeightGroup],
 ) -> None:
@@ -262,8 +284,9 @@ def test_a_receiver_killed_in_mid_broadcast_is_an_error_at_the_sender(store: Any
     group = WeightGroup.form("gloo", long, "vanish", 0, 2, 60.0, HOST)  # it has torch to load
     group.timeout_s = TIMEOUT_S
     started = time.monotonic()
-    with pytest.raises(RoundError, match="broadcast failed"):
+    with pytest.raises(RoundError, match="broadcast failed") as caught:
         send_buckets(group, buckets_of(*[1_000_000] * 10), lambda: True)
+    assert is_peers_fault(str(caught.value))
     assert time.monotonic() - started < TIMEOUT_S + 1
     peer.join()
     assert peer.exitcode == -signal.SIGKILL

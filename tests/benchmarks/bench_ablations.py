@@ -30,6 +30,8 @@ VARIANTS: dict[str, list[str]] = {
     "without overlong shaping": ["reward.overlong_cache=0"],
     "S = 0": ["admission.max_staleness=0"],
     "S = 4": ["admission.max_staleness=4"],
+    "4 updates per batch": ["algorithm.updates_per_batch=4"],
+    "4 updates, without clip-higher": ["algorithm.updates_per_batch=4", "algorithm.clip_high=0.2"],
 }
 COLUMNS = {
     "held-out accuracy, %": ("accuracy_after", 100.0),

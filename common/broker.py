@@ -33,7 +33,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from common.address import address
 from common.errors import FencedError, MessageError
 from common.log import get_logger
-from common.messages import Rollout, Verdict, encode, ordinal_of
+from common.messages import DEAD_LETTER, Rollout, Verdict, encode, ordinal_of
 from common.patience import Patience, Wait
 from common.refusal import forbidden, is_forbidden, refused
 from common.rounds import Message, Reply, dumps, loads
@@ -286,7 +286,7 @@ class Broker:
         """Move an entry that cannot be worked on to the dead letters.
 
         Its group, where it names one, fails with the reason: the learner tries it again, under
-        its budget. Nothing happens if the entry is another worker's by now.
+        its budget, unless it is `deadly`. Nothing happens if the entry is another worker's by now.
         """
         log.error("dead letter", stream=stream, entry=entry.id, group=entry.group, reason=reason)
         key, group = self.key, entry.group
@@ -491,7 +491,7 @@ def _failure(stream: str, entry: Entry, attempt: str, reason: str) -> bytes:
         ids = (entry.group, ordinal_of(entry.group), int(attempt))
     except (MessageError, ValueError):
         return b""
-    reason = f"dead letter: {reason[:300]}"
+    reason = f"{DEAD_LETTER}{reason[:300]}"
     if stream == PROMPTS:
         return encode(Rollout(*ids, entry.owner, reason))
     return encode(Verdict(*ids, ids[1] < 0, "failed", reason, [], entry.owner))

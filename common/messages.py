@@ -24,6 +24,15 @@ SCHEMA = 1
 MAX_BYTES = 64 * 2**20
 MAX_SAMPLES = 2**16
 """Samples of one group: more are no group but an attack."""
+DEAD_LETTER = "dead letter: "
+"""How the failure of a group begins whose entry became one."""
+DEADLY = "deadly: "
+"""How a dead letter's reason begins if every worker that had the entry died of it, or by chance."""
+
+
+def is_deadly(failure: str) -> bool:
+    """Whether a group failed because its workers died: another attempt would kill some more."""
+    return failure.startswith(DEAD_LETTER + DEADLY)
 
 
 class Version(NamedTuple):

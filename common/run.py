@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
+from common.audit import has_ended
 from common.checks import require_sound
 from common.config import Config
 from common.errors import DapoError
@@ -44,6 +45,9 @@ def run_all(config: Config) -> bool:
     try:
         supervisor.start()
         complete = _watch(supervisor, config, console)
+        if complete and not has_ended(config.run_dir):
+            console.print("the learner was told to end; the same command goes on", style="yellow")
+            complete = False
     except RoleFailed:
         supervisor.grace_s = FAILED_GRACE_S  # there is nothing to save any more
         raise

@@ -24,7 +24,7 @@ from common.config import Config
 from common.errors import MessageError
 from common.failpoints import failpoint
 from common.log import get_logger
-from common.messages import Prompt, Rollout, decode, encode
+from common.messages import DEADLY, Prompt, Rollout, decode, encode
 from common.prometheus import Prometheus
 from common.vitals import Clock, Vitals
 from generator.engine import EngineDead, GenerationError
@@ -141,7 +141,7 @@ class GeneratorWorker:
             if prompt.samples > samples:
                 raise MessageError(f"it asks for {prompt.samples} samples, a group has {samples}")
             if entry.deliveries > most:
-                raise MessageError(f"the last {most} generators that had it died")
+                raise MessageError(f"{DEADLY}the last {most} generators that had it died")
         except MessageError as error:
             self._spawn(self.broker.bury(PROMPTS, entry, str(error)))
             return

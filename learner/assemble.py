@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from common.batch_files import StoredGroup
 from common.config import Config
+from common.errors import MessageError
 from common.messages import Prompt, Sample, Verdict, decode
 from learner.advantage import group_advantages
 from learner.batch import Trajectory, mini_batches, share
@@ -38,6 +39,28 @@ def split(
         [share(mini, world, rank, lambda item: item.tokens) for rank in range(world)]
         for mini in minis
     ]
+
+
+def require_trainable(group: StoredGroup, config: Config, vocabulary: int) -> None:
+    """Refuse what would end every rank: the payloads come from outside, and weeks may depend on it.
+
+    Raises:
+        MessageError: a record that cannot be read, a token id that the model does not have, a
+            sequence above model.max_length, or a sample of another length than was judged.
+    """
+    limit = config.max_message_bytes
+    prompt = decode(Prompt, group.prompt, limit)
+    verdict = decode(Verdict, group.verdict, limit)
+    for judged, payload in zip(verdict.samples, group.samples, strict=True):
+        sample = decode(Sample, payload, limit)
+        length = len(prompt.token_ids) + len(sample.token_ids)
+        if len(sample.token_ids) != judged.length:
+            raise MessageError(f"{len(sample.token_ids)} tokens, but {judged.length} were judged")
+        if length > config.model.max_length:
+            raise MessageError(f"{length} tokens are above {config.model.max_length}")
+        highest = max(int(ids.max(initial=0)) for ids in (prompt.token_ids, sample.token_ids))
+        if highest >= vocabulary:
+            raise MessageError(f"token {highest} in a vocabulary of {vocabulary}")
 
 
 def trajectories(group: StoredGroup, config: Config) -> list[Trajectory]:

@@ -23,7 +23,7 @@ from common.errors import MessageError
 from common.failpoints import failpoint
 from common.ledger import Fate, Ledger, Line
 from common.log import get_logger
-from common.messages import Verdict, Version, decode
+from common.messages import Verdict, Version, decode, is_deadly
 from common.order import base_ordinal, order_of
 from learner.admission import UNCLAIMED_PER_GENERATOR, Admission
 from learner.decision import Group, Hold, Starved, Train
@@ -205,7 +205,7 @@ class Dispatcher:
             group = self.open.get(ordinal)
             if group is None or ordinal in self._chosen:
                 continue
-            if group.attempt + 1 >= self.config.admission.attempts:
+            if is_deadly(why) or group.attempt + 1 >= self.config.admission.attempts:
                 await self._close([Line(ordinal, group.attempt, "failed", why)])
                 continue
             kept = any(await self.broker.have_samples(str(ordinal), group.attempt, count))

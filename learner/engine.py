@@ -61,7 +61,8 @@ class TrainEngine:
     """A policy under DeepSpeed: scores, trains, hands out its weights, saves and loads itself.
 
     Reads RANK and WORLD_SIZE (torchrun sets them) or, without them, runs alone. `rank` and
-    `world` are this process among all, `device` is where the model lives.
+    `world` are this process among all, `device` is where the model lives, `vocabulary` the number
+    of token ids that it knows.
 
     Raises:
         ConfigError: a model that the learner does not support.
@@ -84,6 +85,7 @@ class TrainEngine:
                 self._reference = load_reference(config, model_dir, self.world, self.device)
         self._engine.train()  # dropout is off; gradient checkpointing works in this mode only
         self._weights = Weights(policy.model, partitioned=config.learner.zero_stage == 3)
+        self.vocabulary = int(policy.model.config.vocab_size)
 
     @property
     def steps(self) -> int:

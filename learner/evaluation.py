@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from common.broker import Entry
 from common.data import Row
 from common.log import get_logger
-from common.messages import Judged, Verdict
+from common.messages import Judged, Verdict, is_deadly
 from common.results import Answer, ProblemResult, by_file, figures
 from learner.groups import OpenGroup
 from learner.streams import Streams
@@ -158,7 +158,7 @@ class Examiner:
         that were checked still count.
         """
         attempt = self.asked[index].attempt + 1
-        if attempt < self.streams.config.admission.attempts:
+        if attempt < self.streams.config.admission.attempts and not is_deadly(why):
             log.warning("another attempt", group=evaluation.group(index), attempt=attempt, why=why)
             await self.ask(evaluation, index, attempt)
             return

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable
 
 from common.ledger import Line
+from common.messages import is_deadly
 from common.order import base_ordinal, generation, recycled
 
 
@@ -40,9 +41,12 @@ class Ordinals:
         return self.next_new - 1
 
     def give_back(self, line: Line) -> None:
-        """The prompt of a group that was lost comes back, if its budget allows."""
+        """The prompt of a group that was lost comes back, if its budget allows.
+
+        One that its workers died of does not: each time it would take some more of them along.
+        """
         child = recycled(line.ordinal)
-        if line.fate not in ("stale", "failed") or self.taken(child):
+        if line.fate not in ("stale", "failed") or self.taken(child) or is_deadly(line.reason):
             return
         if generation(child) <= self.recycles:
             self._pool.append((base_ordinal(line.ordinal) + self.after, child))

@@ -18,11 +18,12 @@ import redis
 
 from common.batch_files import BatchFiles, StoredGroup
 from common.config import Config
+from common.errors import MessageError
 from common.failpoints import failpoint
 from common.log import get_logger
 from common.messages import Verdict, decode
 from common.patience import Patience
-from learner.assemble import Item, response_tokens, split, trajectories
+from learner.assemble import Item, require_trainable, response_tokens, split, trajectories
 from learner.checkpoint import Checkpoints
 from learner.conductor import Conductor, Turn
 from learner.engine import TrainEngine
@@ -131,7 +132,13 @@ class Trainer:
         (prompt, verdict), payloads = self._patiently(read)
         if prompt is None or verdict is None or None in payloads:
             return None
-        return StoredGroup(item.ordinal, item.attempt, prompt, verdict, payloads)
+        group = StoredGroup(item.ordinal, item.attempt, prompt, verdict, payloads)
+        try:
+            require_trainable(group, self.config, self.engine.vocabulary)
+        except MessageError as error:
+            log.error("a group that cannot be trained", group=item.ordinal, why=str(error))
+            return None
+        return group
 
     def _patiently(self, read: Callable[[], Any]) -> Any:
         """Repeat a read while the server is away, for as long as the streams wait for it too."""

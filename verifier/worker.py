@@ -19,7 +19,17 @@ from common.config import Config
 from common.errors import DapoError, MessageError
 from common.failpoints import failpoint
 from common.log import get_logger
-from common.messages import Judged, Prompt, Rollout, Sample, Verdict, Version, decode, encode
+from common.messages import (
+    DEADLY,
+    Judged,
+    Prompt,
+    Rollout,
+    Sample,
+    Verdict,
+    Version,
+    decode,
+    encode,
+)
 from common.prometheus import Prometheus
 from common.vitals import Clock, Vitals
 from verifier import dynamic_sampling, math_dapo_compat
@@ -141,17 +151,19 @@ class VerifierWorker:
         What is caught here is a fault of this program or of the machine: a passing one costs
         a pause, a lasting one its group, and neither the verifier.
         """
-        most, reason = self.config.redis.max_deliveries, "the verifiers that had it died"
+        most = self.config.redis.max_deliveries
+        reason = f"{DEADLY}the last {most} verifiers that had it died"
         for delivery in range(entry.deliveries, most + 1):
             try:
                 return encode(await self._verdict(rollout))
             except DapoError:
                 raise
             except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
+                fault = f"{type(error).__name__}: {error}"
+                reason = f"no verdict after {most} deliveries: {fault}"
                 log.exception("no verdict", group=rollout.group, delivery=delivery, of=most)
                 await asyncio.sleep(RETRY_S)
-        await self.broker.bury(ROLLOUTS, entry, f"no verdict after {most} deliveries: {reason}")
+        await self.broker.bury(ROLLOUTS, entry, reason)
         return None
 
     async def _verdict(self, rollout: Rollout) -> Verdict:

@@ -55,14 +55,14 @@ def sample(victim: Victim, memory: dict[str, Memory], now: float) -> None:
         series.mib.append(mib)
 
 
-def soak(folder: Path, minutes: float) -> dict[str, Memory]:
+def soak(folder: Path, minutes: float, sets: list[str]) -> dict[str, Memory]:
     """Run for so many minutes after the first batch, then end in order.
 
     Raises:
         Stuck: the run stopped making progress.
     """
     victim = Victim(recipe("simulated"), folder, "soak")
-    victim.start()
+    victim.start(*sets)
     memory: dict[str, Memory] = {}
     try:
         victim.await_batch(1, STALL_S)
@@ -90,11 +90,12 @@ def table(memory: dict[str, Memory]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
     parser.add_argument("--dir", type=Path, help="where the run is kept")
     options = parser.parse_args()
     folder = options.dir or Path(tempfile.mkdtemp(prefix="soak-"))
     try:
-        print(table(soak(folder, options.minutes)))
+        print(table(soak(folder, options.minutes, options.set)))
     except Stuck as stuck:
         print(f"STUCK {stuck}")
         return 1

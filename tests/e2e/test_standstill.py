@@ -149,3 +149,5 @@ def test_a_role_that_is_told_to_end_is_gone_by_its_deadline(
     assert told["signal"] == "SIGTERM" and told["within_s"] + CLOSE_S <= END_S
     out = run.dir / "logs" / ("learner.out" if role == "learner" else f"{role}-0.out")
     assert ("Timeout (" in out.read_text()) == (halt_s == "3600"), "where it hung is said"
+    if role == "learner" and halt_s == "2":
+        assert run.process.wait(END_S) == 1, "a run whose learner was told to end is not complete"

@@ -15,7 +15,7 @@ from common.broker import PROMPTS, ROLLOUTS, STREAMS, VERDICTS, Broker, Entry
 from common.cli import app
 from common.config import Config
 from common.errors import ConfigError
-from common.messages import Rollout, Verdict, decode, encode
+from common.messages import Rollout, Verdict, decode, encode, is_deadly
 from common.server import EmbeddedServer
 from generator.worker import GeneratorWorker
 from learner import dispatcher as dispatcher_module
@@ -182,7 +182,8 @@ async def test_a_prompt_over_which_generators_die_is_not_claimed_for_ever(
             await asyncio.sleep(0.01)
         await serve(broker, "1.1", "g")
     [rollout] = await rollouts(broker, 1)
-    assert rollout.failure == "dead letter: the last 3 generators that had it died"
+    assert rollout.failure == "dead letter: deadly: the last 3 generators that had it died"
+    assert is_deadly(rollout.failure)
     assert engine.asked == []
     worker._stop.set()
     await asyncio.wait_for(task, 5)
@@ -277,7 +278,7 @@ async def test_a_rollout_over_which_verifiers_died_is_not_judged_again(
         [verdict] = await verdicts(broker)
         worker.drain()
         await asyncio.wait_for(task, 5)
-    assert "no verdict after 3 deliveries: the verifiers that had it died" in verdict.reason
+    assert verdict.reason == "dead letter: deadly: the last 3 verifiers that had it died"
 
 
 async def test_an_entry_that_comes_back_while_it_is_held_is_handed_on_all_the_same(

@@ -16,7 +16,7 @@ from common.broker import PROMPTS, ROLLOUTS, STREAMS, VERDICTS, Broker, Entry
 from common.config import Config
 from common.errors import FencedError
 from common.ledger import Line, read_lines
-from common.messages import Prompt, Verdict, Version, encode
+from common.messages import DEAD_LETTER, DEADLY, Prompt, Verdict, Version, encode
 from common.order import base_ordinal, generation, recycled
 from common.server import EmbeddedServer
 from learner import dispatcher as dispatcher_module
@@ -192,6 +192,27 @@ async def test_a_failing_group_is_tried_again_then_fails_and_its_prompt_comes_ba
         ]
         assert tries == {2: [0, 1, 2], recycled(2): [0, 1, 2]}
         assert max(map(generation, w.dispatcher.open), default=0) <= 1
+
+
+async def test_a_group_that_its_workers_died_of_fails_at_once_and_for_good(
+    config: Config, broker: Broker
+) -> None:
+    """Attempts and recycles would multiply the workers that it takes along."""
+    reason = f"{DEAD_LETTER}{DEADLY}the last 3 generators that had it died"
+    tries: list[int] = []
+
+    def judge(prompt: Prompt, attempt: int) -> str:
+        if base_ordinal(prompt.ordinal) != 2:
+            return "accepted"
+        tries.append(attempt)
+        return reason
+
+    async with world(config, broker, rows(5)) as w:
+        w.generators().verifier(judge)
+        await w.train(12)
+        failed = [line for line in read_lines(w.ledger.path) if line.fate == "failed"]
+        assert failed == [Line(2, 0, "failed", reason)]
+        assert tries == [0]
 
 
 async def test_a_failed_generation_is_retried_and_never_a_wrong_answer(

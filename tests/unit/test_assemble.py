@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.config import Config, parse_config
+from common.errors import MessageError
 from common.messages import Verdict as VerdictRecord
 from common.messages import Version, decode, encode
-from learner.assemble import Item, response_tokens, split, trajectories
+from learner.assemble import Item, require_trainable, response_tokens, split, trajectories
 from tests.unit.records import a_sample, a_stored_group
 
 
@@ -111,6 +112,26 @@ def test_the_overlong_filter_masks_what_the_engine_cut_and_keeps_it_in_mean_and_
     assert [t.advantage for t in made] == [
         t.advantage for t in trajectories(a_stored_group(5, lengths=(3, 2, 5, 1)), config())
     ]
+
+
+@pytest.mark.parametrize(
+    ("judged", "payload", "words"),
+    [
+        (2, encode(a_sample(3)), "3 tokens, but 2 were judged"),
+        (60, encode(a_sample(60)), "65 tokens are above 64"),
+        (50, encode(a_sample(50)), "token 49 in a vocabulary of 49"),
+        (2, b"\xc1", "msgpack"),
+    ],
+)
+def test_a_payload_that_would_end_the_ranks_is_refused(
+    judged: int, payload: bytes, words: str
+) -> None:
+    sound = a_stored_group(5, lengths=(3, 2, 49, 1))
+    require_trainable(sound, config(), vocabulary=49)
+    group = a_stored_group(5, lengths=(3, judged, 5, 1))
+    group = dataclasses.replace(group, samples=[group.samples[0], payload, *group.samples[2:]])
+    with pytest.raises(MessageError, match=words):
+        require_trainable(group, config(), vocabulary=49)
 
 
 def test_response_tokens_count_every_sample_of_a_verdict() -> None:

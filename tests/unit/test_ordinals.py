@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.ledger import Line
+from common.messages import DEAD_LETTER, DEADLY
 from common.order import base_ordinal, generation, recycled
 from learner.ordinals import Ordinals
 
@@ -38,6 +39,12 @@ def test_only_what_was_lost_comes_back_and_only_as_often_as_its_budget_allows() 
     assert ordinals.coming_back == 0
     ordinals.give_back(lost(3, "failed"))
     assert [ordinals.next() for _ in range(4)] == [0, 1, 2, recycled(3)]
+
+
+def test_a_prompt_that_its_workers_died_of_does_not_come_back() -> None:
+    ordinals = sequence(set(), after=0)
+    ordinals.give_back(Line(0, 0, "failed", f"{DEAD_LETTER}{DEADLY}the last 3 generators"))
+    assert ordinals.coming_back == 0
 
 
 def test_after_a_restart_holes_go_first_then_what_was_lost_then_new_ones() -> None:

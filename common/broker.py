@@ -5,9 +5,8 @@ Invariants:
 - A worker's result and its acknowledgement are one script; a late result of a worker that was
   presumed dead changes nothing (compare-and-set on the group's state and attempt).
 - Entries change hands only when the lease of their owner has expired.
-- A call is never retried inside the client library: a reply that was lost may have had an
-  effect. Scripts are idempotent, so `Broker` repeats them itself; after each connection error
-  the next `claim` first reads what is pending for this consumer already.
+- Calls are repeated after a lost connection (`common.calls`); after each one the next `claim` first
+  reads what is pending for this consumer already.
 - On a full server only payloads wait for room. Whatever leads to their end, and what the learner
   and the leases need, is written by scripts with `allow-oom`; admission bounds how much that is.
 """
@@ -18,180 +17,36 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
-from importlib import resources
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import redis.asyncio as redis_asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import AuthenticationError, OutOfMemoryError, ResponseError
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.exceptions import ResponseError
 
-from common.address import address
-from common.errors import FencedError, MessageError
+from common.calls import LOST, Calls, in_time
+from common.entry import (
+    NAME_BYTES,
+    PROMPTS,
+    ROLLOUTS,
+    VERDICTS,
+    Entry,
+    read_entries,
+    read_entry,
+)
+from common.errors import MessageError
 from common.log import get_logger
 from common.messages import DEAD_LETTER, Rollout, Verdict, encode, ordinal_of
-from common.patience import Patience, Wait
-from common.refusal import forbidden, is_forbidden, refused
 from common.rounds import Message, Reply, dumps, loads
 
-PROMPTS, ROLLOUTS, VERDICTS = "prompts", "rollouts", "verdicts"
-STREAMS = (PROMPTS, ROLLOUTS, VERDICTS)
-SCRIPTS = (
-    *("dispatch", "publish", "settle", "acknowledge", "say", "end"),  # the learner's, fenced
-    *("claim", "held", "put_sample", "advance", "reclaim", "release", "bury"),
-    *("answer", "lease", "report"),
-)
 STATE_BEFORE = {PROMPTS: "dispatched", ROLLOUTS: "generated", VERDICTS: "judged"}
 """The state of a group whose entry lies in a stream."""
 FAILURE_TO = {PROMPTS: ROLLOUTS, ROLLOUTS: VERDICTS, VERDICTS: VERDICTS}
 """Where the failure of a group goes whose entry is a dead letter: to its next worker, as every
 result, so that each role writes to one stream only."""
-SOCKET_TIMEOUT_S = 5.0
-"""Limit of one call; above every block of a read, so that an idle stream is no error."""
-CONNECTIONS = 16
-NAME_BYTES = 200
-"""What is read of the name of a group; none is longer."""
-PATIENCE_S = 120.0
-"""How long a server may be away before a call gives up; [redis] may say otherwise."""
-
-_LOST = (RedisConnectionError, RedisTimeoutError, OSError)
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """An entry of a stream, claimed by `owner`.
-
-    `group` is the id of its group, empty where it names none. `deliveries` counts the workers that
-    it was given to, this one included: all before died without a result.
-    """
-
-    id: str
-    data: bytes
-    group: str = ""
-    owner: str = ""
-    deliveries: int = 1
-
-
-class Broker:
-    """One role's connection to the server, scoped to a run."""
-
-    def __init__(
-        self, client: redis_asyncio.Redis, run: str, lease_s: float = 10.0,
-        patience_s: float = PATIENCE_S, where: str = "",
-    ) -> None:  # fmt: skip
-        self.client = client
-        self.run = run
-        self.lease_s = lease_s
-        self.where = where
-        self.patience = Patience(patience_s)
-        self.disconnects = 0
-        self.fence = 0
-        """Of a learner: its incarnation, from its first `publish` on."""
-        self._read_at: dict[str, int] = {}
-        self._scripts = {name: client.register_script(_source(name)) for name in SCRIPTS}
-
-    @classmethod
-    async def connect(
-        cls, url: str, run: str, lease_s: float = 10.0, patience_s: float = PATIENCE_S
-    ) -> Broker:
-        """Connect and create the streams' consumer groups. Waits for nobody.
-
-        Raises:
-            ServerAwayError: no server answers at the address.
-            BrokerError: it refuses the credentials, the certificates do not fit, and the like.
-        """
-        # Blocking: a burst of calls waits for a connection instead of failing for want of one.
-        pool = redis_asyncio.BlockingConnectionPool.from_url(
-            url,
-            max_connections=CONNECTIONS,
-            timeout=None,
-            socket_timeout=None,  # see `in_time`
-            retry=Retry(NoBackoff(), 0),
-        )
-        client = redis_asyncio.Redis(connection_pool=pool)
-        broker = cls(client, run, lease_s, patience_s, address(url))
-        try:
-            await in_time(client.ping())
-            await in_time(broker.ensure_streams())
-        except (*_LOST, ResponseError) as error:
-            await client.aclose()
-            raise await asyncio.to_thread(refused, url, error) from None
-        return broker
-
-    async def close(self) -> None:
-        await self.client.aclose(close_connection_pool=True)
-
-    def key(self, *parts: object) -> str:
-        """Name of a key of this run; the hash tag keeps a run on one cluster slot."""
-        return f"{{{self.run}}}:" + ":".join(map(str, parts))
-
-    async def ensure_streams(self) -> None:
-        """Create the consumer groups, also on a server that was emptied."""
-        for stream in STREAMS:
-            try:
-                await self.client.xgroup_create(self.key(stream), "workers", id="0", mkstream=True)
-            except ResponseError as error:
-                if "BUSYGROUP" not in str(error):
-                    raise
-
-    # --- calls that survive a lost connection -------------------------------------------------
-
-    async def persist(self, call: Callable[[], Awaitable[Any]], what: str) -> Any:
-        """Repeat an idempotent call until the server answers, as long as patience lasts.
-
-        Raises:
-            BrokerError: it is at its end, or waiting would not help.
-        """
-        wait = self.patience.begin(what)
-        while True:
-            try:
-                result = await in_time(call())
-            except ResponseError as error:
-                pause = await self._after_refusal(error, wait)
-            except _LOST as error:
-                self.disconnects += 1
-                stranger = isinstance(error, AuthenticationError)
-                why = "it refuses the credentials" if stranger else "it does not answer"
-                pause = wait.again(why, error)
-            else:
-                wait.over()
-                return result
-            await asyncio.sleep(pause)
-
-    async def _after_refusal(self, error: ResponseError, wait: Wait) -> float:
-        """Seconds to wait where a refusal may pass; any other is raised."""
-        said = str(error)
-        if "FENCED" in said:
-            raise FencedError(
-                f"another learner has taken over run {self.run}; this one stops. If there is "
-                "none, the run directory is older than the server: restore its timeline.json, or "
-                "choose another run.name"
-            )
-        if is_forbidden(error):
-            raise forbidden(self.where, error)
-        if "NOGROUP" in said or "no such key" in said:
-            self.disconnects += 1
-            await self._recreate_streams()
-            return wait.again("its streams are gone: it was emptied", error)
-        if isinstance(error, OutOfMemoryError):
-            return wait.again("its memory is full; raise redis.maxmemory_mib, or maxmemory of a "
-                              "server of your own", error)  # fmt: skip
-        if said.startswith("MISCONF"):
-            return wait.again("it cannot write to its disk", error)
-        raise error
-
-    async def _recreate_streams(self) -> None:
-        with contextlib.suppress(*_LOST):  # the call that is repeated will find it out
-            await in_time(self.ensure_streams())
-
-    async def script(self, name: str, keys: list[str], args: list[Any]) -> Any:
-        """Run one of the scripts, again after a lost connection."""
-        return await self.persist(lambda: self._scripts[name](keys=keys, args=args), name)
+class Broker(Calls):
+    """What the roles say to each other, as calls: groups, samples, rounds, leases."""
 
     # --- streams --------------------------------------------------------------------------------
 
@@ -209,7 +64,7 @@ class Broker:
             reply = await self.client.xreadgroup(
                 "workers", consumer, {key: ">"}, count=count, block=min(block_ms, 4000)
             )
-            return _entries(reply, consumer)
+            return read_entries(reply, consumer)
 
         result: list[Entry] = await self.persist(read, f"reading {stream}")
         return result
@@ -222,7 +77,7 @@ class Broker:
         # not XREADGROUP, which would count every look as a delivery
         reply = await self._scripts["held"](keys=[self.key(stream)], args=[consumer])
         self._read_at[stream] = seen
-        return [_entry(item, consumer) for item in reply]
+        return [read_entry(item, consumer) for item in reply]
 
     async def claim_prompts(self, version: str, consumer: str, count: int) -> list[Entry]:
         """Prompts for a generator that holds the published version; none for any other."""
@@ -234,7 +89,7 @@ class Broker:
         keys = [self.key("published"), self.key(PROMPTS)]
         groups = self.key("group", "")
         reply = await self.script("claim", keys, [version, consumer, count, groups])
-        return [_entry(item, consumer) for item in reply or []]
+        return [read_entry(item, consumer) for item in reply or []]
 
     async def unclaimed(self) -> set[str]:
         """Groups whose prompts nobody has claimed, as of about now."""
@@ -246,7 +101,7 @@ class Broker:
                 raise ResponseError(f"NOGROUP of {key}")
             last = groups[0]["last-delivered-id"].decode()
             waiting: Any = await self.client.xrange(key, min=f"({last}")
-            return {_entry(item, "").group for item in waiting if b"g" in item[1]}
+            return {read_entry(item, "").group for item in waiting if b"g" in item[1]}
 
         found: set[str] = await self.persist(read, "looking for unclaimed prompts")
         return found
@@ -256,7 +111,7 @@ class Broker:
         reply = await self.script(
             "reclaim", [self.key(stream)], [consumer, self.key("lease", ""), count]
         )
-        return [_entry(item, consumer) for item in reply or []]
+        return [read_entry(item, consumer) for item in reply or []]
 
     async def advance(
         self,
@@ -382,7 +237,7 @@ class Broker:
                 last: Any = await self.client.xrevrange(key, count=1)
                 return (last[0][0].decode() if last else "0-0"), []
             reply = await self.client.xread({key: after}, block=min(block_ms, 4000))
-            entries = _entries(reply, "")
+            entries = read_entries(reply, "")
             return entries[-1].id if entries else after, list(_readable(entries))
 
         heard: tuple[str, list[Message]] = await self.persist(read, "listening")
@@ -400,7 +255,7 @@ class Broker:
 
     async def report(self, member: str, status: dict[str, Any]) -> None:
         """Best effort: a member's figures for `dapo status`, and nothing depends on them."""
-        with contextlib.suppress(*_LOST, ResponseError):
+        with contextlib.suppress(*LOST, ResponseError):
             arguments = [member, json.dumps(status)]
             await in_time(self._scripts["report"](keys=[self.key("status")], args=arguments))
 
@@ -440,7 +295,7 @@ class Broker:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-            with contextlib.suppress(*_LOST, ResponseError):
+            with contextlib.suppress(*LOST, ResponseError):
                 await in_time(self.client.unlink(key))
 
     async def _keep(self, key: str, value: str) -> None:
@@ -452,7 +307,7 @@ class Broker:
         arguments = [value, str(int(self.lease_s * 1000))]
         try:
             await in_time(self._scripts["lease"](keys=[key], args=arguments))
-        except (*_LOST, ResponseError) as error:
+        except (*LOST, ResponseError) as error:
             log.warning("lease not renewed", key=key, error=str(error))
 
     async def members(self, role: str | None = None) -> dict[str, dict[str, Any]]:
@@ -471,19 +326,6 @@ class Broker:
         return result
 
 
-async def in_time(call: Awaitable[Any]) -> Any:
-    """The result of a call, or a TimeoutError, which counts as a lost connection.
-
-    Not the client's own `socket_timeout`: its `asyncio.wait_for` loses about every second
-    cancellation on Python 3.11, and a task that cannot be cancelled hangs the end of its process.
-    """
-    try:
-        async with asyncio.timeout(SOCKET_TIMEOUT_S):
-            return await call
-    except TimeoutError:
-        raise TimeoutError(f"no answer within {SOCKET_TIMEOUT_S:g} s") from None
-
-
 def _failure(stream: str, entry: Entry, attempt: str, reason: str) -> bytes:
     """What the next worker gets of a group whose entry is a dead letter; nothing if no group can
     have that name, or the server does not know it."""
@@ -495,30 +337,6 @@ def _failure(stream: str, entry: Entry, attempt: str, reason: str) -> bytes:
     if stream == PROMPTS:
         return encode(Rollout(*ids, entry.owner, reason))
     return encode(Verdict(*ids, ids[1] < 0, "failed", reason, [], entry.owner))
-
-
-def _source(name: str) -> str:
-    return (resources.files("common") / "scripts" / f"{name}.lua").read_text()
-
-
-def _entries(reply: Any, owner: str) -> list[Entry]:
-    """Entries of one stream; those deleted while pending come with empty fields and are left."""
-    batches = reply.values() if isinstance(reply, dict) else [b for _, b in reply or []]
-    flat: list[Any] = []
-    for batch in batches:
-        # RESP3 wraps the entries of a stream once more
-        flat += batch[0] if batch and isinstance(batch[0], list) else batch
-    return [_entry(item, owner) for item in flat if item[1]]
-
-
-def _entry(item: Any, owner: str) -> Entry:
-    """An entry out of (id, fields) or (id, fields, deliveries)."""
-    id_, fields, *count = item
-    pairs = (
-        fields if isinstance(fields, dict) else dict(zip(fields[::2], fields[1::2], strict=True))
-    )
-    data, group = pairs.get(b"r", b""), pairs.get(b"g", b"")[:NAME_BYTES]
-    return Entry(id_.decode(), data, group.decode(errors="replace"), owner, *map(int, count))
 
 
 def _readable(entries: list[Entry]) -> Iterator[Message]:

@@ -18,8 +18,8 @@ from redis.exceptions import RedisError
 from redis.retry import Retry
 
 from common.address import address
-from common.broker import STREAMS
 from common.config import load_config
+from common.entry import STREAMS
 from common.errors import BrokerError, ConfigError, DapoError
 from common.startup import redis_url
 

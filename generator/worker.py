@@ -19,8 +19,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.broker import PROMPTS, Broker, Entry
+from common.broker import Broker
 from common.config import Config
+from common.entry import PROMPTS, Entry
 from common.errors import MessageError
 from common.failpoints import failpoint
 from common.log import get_logger

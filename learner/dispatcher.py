@@ -16,9 +16,10 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Collection, Iterable
 
-from common.broker import VERDICTS, Broker, Entry
+from common.broker import Broker
 from common.config import Config
 from common.data import Row
+from common.entry import VERDICTS, Entry
 from common.errors import MessageError
 from common.failpoints import failpoint
 from common.ledger import Fate, Ledger, Line

@@ -11,8 +11,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from common.broker import Entry
 from common.data import Row
+from common.entry import Entry
 from common.log import get_logger
 from common.messages import Judged, Verdict, is_deadly
 from common.results import Answer, ProblemResult, by_file, figures

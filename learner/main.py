@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import redis
 
 from common import log
-from common.broker import SOCKET_TIMEOUT_S
+from common.calls import SOCKET_TIMEOUT_S
 from common.checks import require_sound
 from common.config import Config
 from common.connection import connect

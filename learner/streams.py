@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.broker import PROMPTS, ROLLOUTS, VERDICTS, Broker
+from common.broker import Broker
 from common.config import Config
 from common.data import Row
+from common.entry import PROMPTS, ROLLOUTS, VERDICTS
 from common.messages import Prompt, Version, encode
 from learner.groups import OnServer
 from learner.timeline import Timeline

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from common.broker import ROLLOUTS
+from common.entry import ROLLOUTS
 from common.log import get_logger
 from learner.evaluation import is_problem
 from learner.generators import Reports, hear, silent

@@ -14,8 +14,9 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from common.broker import ROLLOUTS, Broker, Entry
+from common.broker import Broker
 from common.config import Config
+from common.entry import ROLLOUTS, Entry
 from common.errors import DapoError, MessageError
 from common.failpoints import failpoint
 from common.log import get_logger

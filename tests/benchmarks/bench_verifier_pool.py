@@ -28,8 +28,9 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from common.broker import PROMPTS, VERDICTS, Broker, Entry  # noqa: E402
+from common.broker import Broker  # noqa: E402
 from common.config import Config, load_config  # noqa: E402
+from common.entry import PROMPTS, VERDICTS, Entry  # noqa: E402
 from common.messages import (  # noqa: E402
     Prompt,
     Rollout,

@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.broker import ROLLOUTS, Broker
+from common.broker import Broker
 from common.config import Config, parse_config
+from common.entry import ROLLOUTS
 from common.errors import DapoError
 from common.messages import Prompt, Rollout, Sample, Span, Verdict, Version, decode, encode
 from learner.warmup import character_model, character_tokenizer

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from common.broker import STREAMS, Broker
+from common.broker import Broker
 from common.config import Config
+from common.entry import STREAMS
 from common.messages import Version
 from generator.engine import START
 from generator.simulated import SimulatedEngine

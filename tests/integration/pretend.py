@@ -20,9 +20,10 @@ import numpy as np
 
 from common.audit import Audit, audit
 from common.batch_files import BatchFiles, StoredGroup
-from common.broker import PROMPTS, ROLLOUTS, VERDICTS, Broker
+from common.broker import Broker
 from common.config import Config
 from common.data import Row
+from common.entry import PROMPTS, ROLLOUTS, VERDICTS
 from common.ledger import Ledger, Line, read_lines
 from common.messages import Prompt, Rollout, Sample, Verdict, Version, decode, encode
 from learner.dispatcher import Dispatcher

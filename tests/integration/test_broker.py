@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from redis.exceptions import OutOfMemoryError
 
-from common import broker as broker_module
-from common.broker import PROMPTS, ROLLOUTS, STREAMS, VERDICTS, Broker, Entry
+from common import calls
+from common.broker import Broker
+from common.entry import PROMPTS, ROLLOUTS, STREAMS, VERDICTS, Entry
 from common.errors import BrokerError, FencedError
 from common.messages import Rollout, encode
 from common.rounds import Call, Publish, Reply
@@ -633,7 +634,7 @@ async def test_a_task_that_talks_to_the_server_ends_when_it_is_cancelled(broker:
 async def test_a_server_that_stands_still_counts_as_away_and_its_entries_are_read_again(
     own_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broker_module, "SOCKET_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(calls, "SOCKET_TIMEOUT_S", 0.2)
     broker = await Broker.connect(own_server.url, "run")
     assert own_server.process is not None
     await broker.client.xadd(broker.key(VERDICTS), {"r": b"hello"})

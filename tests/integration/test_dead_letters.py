@@ -11,9 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from common import dead
-from common.broker import PROMPTS, ROLLOUTS, STREAMS, VERDICTS, Broker, Entry
+from common.broker import Broker
 from common.cli import app
 from common.config import Config
+from common.entry import PROMPTS, ROLLOUTS, STREAMS, VERDICTS, Entry
 from common.errors import ConfigError
 from common.messages import Rollout, Verdict, decode, encode, is_deadly
 from common.server import EmbeddedServer

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from common.audit import mark_ended
-from common.broker import PROMPTS, ROLLOUTS, STREAMS, VERDICTS, Broker, Entry
+from common.broker import Broker
 from common.config import Config
+from common.entry import PROMPTS, ROLLOUTS, STREAMS, VERDICTS, Entry
 from common.errors import FencedError
 from common.ledger import Line, read_lines
 from common.messages import DEAD_LETTER, DEADLY, Prompt, Verdict, Version, encode

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from common.broker import PROMPTS, ROLLOUTS, VERDICTS, Broker
+from common.broker import Broker
 from common.config import Config
+from common.entry import PROMPTS, ROLLOUTS, VERDICTS
 from common.errors import BrokerError
 from common.messages import Prompt, Rollout, Sample, Verdict, Version, decode, encode
 from common.rounds import Call

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.broker import PROMPTS, ROLLOUTS, Broker
+from common.broker import Broker
 from common.config import Config
+from common.entry import PROMPTS, ROLLOUTS
 from common.errors import RoundError
 from common.messages import Prompt, Rollout, Version, decode, encode
 from common.rounds import Call, Go, Publish, Reply

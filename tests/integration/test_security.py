@@ -22,7 +22,7 @@ from redis.backoff import ConstantBackoff, NoBackoff
 from redis.exceptions import NoPermissionError
 from redis.retry import Retry
 
-from common import broker as broker_module
+from common import calls
 from common.broker import Broker
 from common.config import Config, dump_toml
 from common.connection import connect
@@ -53,7 +53,7 @@ LOCAL = ("localhost", "127.0.0.1")
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the variables of whoever runs the tests, and in a hurry."""
-    monkeypatch.setattr(broker_module, "SOCKET_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(calls, "SOCKET_TIMEOUT_S", 1.0)
     for variable in (URL_VARIABLE, USER_VARIABLE, PASSWORD_VARIABLE, PASSWORD_FILE_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
 

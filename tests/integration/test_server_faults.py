@@ -14,7 +14,7 @@ import pytest
 from redis.exceptions import ResponseError
 from structlog.testing import capture_logs
 
-from common import broker as broker_module
+from common import calls
 from common.broker import Broker
 from common.config import Config
 from common.connection import connect
@@ -34,7 +34,7 @@ AWAY_S = 1.5
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher_module, "PUMP_S", 0.01)
     monkeypatch.setattr(dispatcher_module, "WATCH_S", 0.1)
-    monkeypatch.setattr(broker_module, "SOCKET_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(calls, "SOCKET_TIMEOUT_S", 1.0)
 
 
 @pytest.fixture

@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
-from common.broker import VERDICTS, Broker
+from common.broker import Broker
 from common.config import Config, dump_toml, load_config
+from common.entry import VERDICTS
 from common.errors import DapoError, FencedError
 from common.ledger import read_lines
 from common.messages import Version

@@ -19,8 +19,8 @@ from typing import Any
 
 from common.audit import audit, mark_ended
 from common.batch_files import BatchFiles, StoredGroup
-from common.broker import Entry
 from common.config import Config, parse_config
+from common.entry import Entry
 from common.errors import DapoError
 from common.ledger import Fate, Ledger, Line, read_lines
 from common.messages import Version

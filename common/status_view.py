@@ -81,9 +81,12 @@ def _figures(page: dict[str, Any]) -> Table:
     table.add_row("batches", f"{trained:,} of {planned} trained{ago}{published}")
     if page["waiting_for"]:
         table.add_row("waiting for", page["waiting_for"])
-    table.add_row("groups", f"{_counts(page['groups'])} (limit {show(page['capacity'])})")
-    table.add_row("fates", _counts(page["fates"]))
-    table.add_row("queues", _counts(page["queues"]))
+    if page["groups"]:
+        table.add_row("groups", f"{_counts(page['groups'])} (limit {show(page['capacity'])})")
+    if page["fates"]:
+        table.add_row("fates", _counts(page["fates"]))
+    if page["queues"]:
+        table.add_row("queues", _counts(page["queues"]))
     worst, bound = page["staleness"]["max"], page["staleness"]["bound"]
     stale = f"{show(page['staleness']['mean'])} mean, {show(worst)} worst, bound {show(bound)}"
     table.add_row("accept rate", _share(page["acceptance"]))
@@ -93,7 +96,8 @@ def _figures(page: dict[str, Any]) -> Table:
         "tokens/s", f"{show(rates['generated'])} generated, {show(rates['trained'])} trained"
     )
     for name, shares in page["shares"].items():
-        table.add_row(f"{name} time" if name == "learner" else f"{name}' time", _split(shares))
+        if shares:
+            table.add_row(f"{name} time" if name == "learner" else f"{name}' time", _split(shares))
     return table
 
 
@@ -106,11 +110,11 @@ def _largest(shares: Mapping[str, float]) -> str:
 
 
 def _split(shares: Mapping[str, float]) -> str:
-    return ", ".join(f"{share:.0%} {name}" for name, share in shares.items()) or DASH
+    return ", ".join(f"{share:.0%} {name}" for name, share in shares.items())
 
 
 def _counts(counts: Mapping[str, float]) -> str:
-    return ", ".join(f"{show(count)} {name}" for name, count in counts.items()) or DASH
+    return ", ".join(f"{show(count)} {name}" for name, count in counts.items())
 
 
 def _share(value: float | None) -> str:

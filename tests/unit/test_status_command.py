@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from common import status_cli
 from common.audit import mark_ended
 from common.cli import app
 from common.errors import ConfigError
+from common.ledger import Ledger, Line
 from common.overview import overview
 from common.status_view import render
 from tests.unit.synthetic_run import append_rows, batch_row, write_config
@@ -160,6 +162,17 @@ def test_a_server_that_is_gone_is_shown_without_its_password(run_dir: Path) -> N
     assert "secret" not in result.output
     mark_ended(run_dir, 50)
     assert "ENDED" in CliRunner().invoke(app, ["status", str(run_dir)]).output
+
+
+def test_after_the_end_the_runs_directory_says_what_the_server_cannot(run_dir: Path) -> None:
+    with contextlib.closing(Ledger(run_dir / "ledger.jsonl")) as ledger:
+        ledger.record([Line(0, 0, "trained", "mixed", 1), Line(1, 0, "filtered", "all correct")])
+    mark_ended(run_dir, 7)
+    result = CliRunner().invoke(app, ["status", str(run_dir), "--json"])
+    page = json.loads(result.output)
+    assert (result.exit_code, page["verdict"]) == (0, "ended")
+    assert page["batches"] == {"trained": 7, "planned": 50}
+    assert page["fates"] == {"trained": 1, "filtered": 1, "stale": 0, "failed": 0}
 
 
 def test_what_is_neither_a_run_nor_an_address_is_refused(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ class Dispatcher:
         self.examiner = Examiner(self.streams, lambda: self.admission.published)
         self.may_dispatch = False
         self.members: Counter[str] = Counter()
+        self.judged = 0
+        """Verdicts of training and evaluations since the start, those of failures left out."""
         self.generators = 0
         self.pace = Pace()
         self.unclaimed = 0
@@ -234,6 +236,7 @@ class Dispatcher:
             except MessageError as error:
                 poison.append((entry, str(error)))
                 continue
+            self.judged += verdict.fate != "failed"
             if verdict.evaluation:
                 later.append(self.examiner.take(entry, verdict))
                 continue

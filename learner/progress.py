@@ -30,6 +30,7 @@ class Progress:
         self.rounds_failed = 0
         self._tokens = 0.0
         self._since = self._now()
+        self._judged = 0
         self._batches: deque[float] = deque([self._since], maxlen=RECENT + 1)
 
     def batch(self, tokens: float) -> dict[str, float]:
@@ -49,7 +50,9 @@ class Progress:
     def report(
         self, dispatcher: Dispatcher, published: str, queues: dict[str, int]
     ) -> dict[str, Any]:
-        """The learner's report, which Prometheus gets too."""
+        """The learner's report, which Prometheus gets too; called every second or so."""
+        if dispatcher.judged != self._judged:
+            self._judged, self._since = dispatcher.judged, self._now()
         admission = dispatcher.admission
         counts = admission.counts()
         judging = min(queues["rollouts"], counts.generating + counts.judging)
@@ -79,7 +82,7 @@ class Progress:
         return report
 
     def since_s(self) -> float:
-        """Seconds since a batch or an evaluation was done."""
+        """Seconds since a batch or an evaluation was done, or a group was seen to be judged."""
         return self._now() - self._since
 
     def stall_limit(self) -> float:

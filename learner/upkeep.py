@@ -52,8 +52,12 @@ class Upkeep:
         streams, broker = self.dispatcher.streams, self.dispatcher.broker
         known, unclaimed = await streams.known(), await broker.unclaimed()
         unjudged = (await streams.depths())[ROLLOUTS]
-        generated = {gid for gid, group in known.items() if group.state == "generated"}
-        waiting = unclaimed | generated if unjudged else unclaimed
+        waiting, states = set(unclaimed), set()
+        if unjudged:
+            states.add("generated")
+        if not self.dispatcher.members["generator"]:
+            states.add("dispatched")  # claimed by who died: the next one takes it over
+        waiting |= {gid for gid, group in known.items() if group.state in states}
         return [gid for gid in quiet if gid not in waiting]
 
     async def reconcile(self) -> None:

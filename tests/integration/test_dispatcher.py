@@ -636,7 +636,7 @@ async def test_a_group_that_makes_tokens_is_never_taken_for_silent(
         assert {group.attempt for group in w.dispatcher.open.values()} == {0}
 
 
-@pytest.mark.parametrize("waits_for", ["generator", "verifier"])
+@pytest.mark.parametrize("waits_for", ["generator", "another generator", "verifier"])
 async def test_a_group_that_waits_for_a_worker_is_not_silent(
     make_config: MakeConfig, broker: Broker, waits_for: str
 ) -> None:
@@ -644,6 +644,8 @@ async def test_a_group_that_waits_for_a_worker_is_not_silent(
         if waits_for == "verifier":
             w.generators()
         await w.until(lambda: len(w.dispatcher.open) >= 4)
+        if waits_for == "another generator":
+            await broker.claim_prompts("1.0", "the only one, which died", 10)
         await asyncio.sleep(0.8)
         assert {group.attempt for group in w.dispatcher.open.values()} == {0}
 

@@ -292,3 +292,14 @@ async def test_workers_report_how_they_spend_their_time(
     )
     assert b'dapo_time_seconds_total{member="v",role="verifier",state="idle"}' in exported
     assert b'dapo_time_seconds_total{member="g",role="generator",state="paused"}' in exported
+
+
+async def test_groups_that_are_judged_are_progress_also_before_the_first_batch(
+    stage: Stage,
+) -> None:
+    seen = []
+    for judged in (0, 5, 5):
+        stage.seconds += 200.0
+        stage.dispatcher.judged = judged
+        seen.append((await stage.page())["since_progress_s"])
+    assert seen[1] < 1 and seen[0] > 199 and seen[2] > 199

@@ -15,6 +15,7 @@ from common.errors import ConfigError, DapoError
 from common.machine import this_machine
 from common.memory_checks import devices, engine_memory, learner_memory_check
 from common.model_facts import model_facts, public_name
+from common.own_checks import own_checkers
 from common.startup import base_dir
 from common.subject import Note, Subject
 from common.tokenizer_checks import data_rows, end_of_responses, template, vocabulary
@@ -223,6 +224,7 @@ CHECKS: dict[str, Check] = {
     "vocabulary": vocabulary,
     "end of responses": end_of_responses,
     "data": data,
+    "checkers": own_checkers,
     "rows": data_rows,
     "batch": batch,
     "room": room,

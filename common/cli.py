@@ -3,56 +3,58 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from common import data_cli, doctor_cli, eval_cli, rollouts_cli, simulate_cli, status_cli
+from common.command_group import CommandGroup
 from common.config import Config, dump_toml, load_config
 from common.errors import ERROR_MARK, DapoError
 
-app = typer.Typer(
-    name="dapo",
-    help="Train language models with DAPO as an asynchronous actor-learner pipeline.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-app.add_typer(data_cli.app)
-app.command("eval")(eval_cli.evaluate)
-app.command("status")(status_cli.status)
-app.command("rollouts")(rollouts_cli.rollouts)
-app.command("doctor")(doctor_cli.doctor)
-app.command("simulate")(simulate_cli.simulate)
-app.command("examiner", hidden=True)(eval_cli.examiner)
-
-Recipe = Annotated[Path, typer.Argument(help="TOML file; see deploy/recipes/.", show_default=False)]
-Run = Annotated[Path, typer.Argument(help="Run directory, such as runs/latest.")]
+Recipe = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="TOML file, such as those in deploy/recipes/.")
+]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, such as runs/latest.")]
 Sets = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key; may be repeated."),
+    typer.Option(
+        "--set", metavar="SECTION.KEY=VALUE", help="Override a key of RECIPE; may be repeated."
+    ),
 ]
 
 
 def _load(recipe: Path, sets: list[str] | None) -> Config:
     from common.startup import resolve
+    from verifier import registry
 
-    return resolve(load_config(recipe, sets))
+    config = resolve(load_config(recipe, sets))
+    registry.install(config.verifier.checkers)
+    return config
 
 
-@app.command()
 def run(
     recipe: Recipe,
     set_: Sets = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print configuration and checks, and stop.")
+        bool,
+        typer.Option("--dry-run", help="Print the configuration and all checks, start nothing."),
     ] = False,
 ) -> None:
-    """Run every role of RECIPE on this machine, with an embedded server if it names none.
+    """Run every role of RECIPE on this machine, to the end.
 
-    A run that was stopped goes on where it was. Ctrl-C saves a checkpoint and ends all roles.
+    A server of its own is started if the recipe names none. Ctrl-C saves a checkpoint and ends
+    every role; the same command goes on from there, also after a crash.
+
+    Exit status 0: the run is complete (with --dry-run: nothing is wrong). 1: it was told to end
+    earlier. 2: something has to be mended, which the last line names. 75: the same may succeed
+    later.
+
+    \b
+      dapo run deploy/recipes/arithmetic.toml
+      dapo run deploy/recipes/arithmetic.toml --set run.batches=2 --dry-run
     """
     config = _load(recipe, set_)
     if dry_run:
@@ -64,28 +66,40 @@ def run(
             typer.echo(f"{comparison}\n")
         typer.echo(dry_run_text(config))
         return
+    from common.own_checks import require_own_checkers
     from common.run import run_all
 
+    require_own_checkers(config.verifier)
     raise typer.Exit(0 if run_all(config) else 1)
 
 
-@app.command()
 def learner(recipe: Recipe, set_: Sets = None) -> None:
-    """Start one rank of the learner (under torchrun: each of its ranks)."""
+    """Start the learner, or one of its ranks under torchrun.
+
+    The server is the one of redis.url or DAPO_REDIS_URL. SIGTERM saves a checkpoint and ends it.
+
+    \b
+      dapo learner mine.toml
+      torchrun --nproc-per-node 2 -m learner mine.toml
+    """
     from learner.main import main as start
 
     start(_load(recipe, set_))
 
 
-@app.command()
 def generator(
     recipe: Recipe,
     set_: Sets = None,
     frozen: Annotated[str | None, typer.Option("--frozen", hidden=True)] = None,
 ) -> None:
-    """Start one generator. Any number may join and leave while the run goes on.
+    """Start one generator; any number may join and leave during a run.
 
-    With generator.engine=simulated it only pretends to generate: to rehearse a deployment.
+    The server is the one of redis.url or DAPO_REDIS_URL. With generator.engine=simulated it only
+    pretends to generate, to rehearse a deployment.
+
+    \b
+      dapo generator mine.toml
+      dapo generator mine.toml --set generator.engine=simulated
     """
     from common.messages import Version
     from generator.main import main as start
@@ -93,19 +107,27 @@ def generator(
     start(_load(recipe, set_), Version.parse(frozen) if frozen else None)
 
 
-@app.command()
 def verifier(recipe: Recipe, set_: Sets = None) -> None:
-    """Start one verifier process."""
+    """Start one verifier; any number may join and leave during a run.
+
+    The server is the one of redis.url or DAPO_REDIS_URL.
+
+    \b
+      dapo verifier mine.toml
+    """
     from verifier.main import main as start
 
     start(_load(recipe, set_))
 
 
-@app.command()
 def model(recipe: Recipe, set_: Sets = None) -> None:
-    """Make the model and the data files that RECIPE names in [base], if they are missing.
+    """Make the model and data files that RECIPE names in [base].
 
-    Without [base] it only looks whether the model is where RECIPE says.
+    Does nothing if they are there already. Without [base] it only looks whether the model is where
+    RECIPE says, and the exit status is 2 if it is not. `dapo run` does this by itself.
+
+    \b
+      dapo model deploy/recipes/arithmetic.toml
     """
     from common.startup import require_model
     from learner.base import make_base
@@ -116,12 +138,18 @@ def model(recipe: Recipe, set_: Sets = None) -> None:
     typer.echo(f"ready: {require_model(config)}")
 
 
-@app.command()
 def audit(
     run: Run,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check that every prompt group has exactly one fate. Exit status 1 if the ledger is off."""
+    """Check that every prompt group has exactly one fate.
+
+    Counts the groups by fate, from the files of RUN; its server, if one answers, says which are
+    under way. Exit status 1 if a group has two fates, or none though the run has ended.
+
+    \b
+      dapo audit runs/latest
+    """
     import json
 
     from common.audit import audit as examine
@@ -132,18 +160,27 @@ def audit(
     raise typer.Exit(0 if result.balanced else 1)
 
 
-@app.command()
 def dead(
-    target: Annotated[str, typer.Argument(help="Run directory, or redis:// address of a server.")],
-    action: Annotated[str, typer.Argument(help="list or requeue.")] = "list",
-    ids: Annotated[list[str] | None, typer.Argument(help="Letters to requeue.")] = None,
+    target: Annotated[
+        str, typer.Argument(metavar="RUN", help="Run directory, or redis:// address of a server.")
+    ],
+    action: Annotated[
+        str, typer.Argument(metavar="ACTION", help="list, or requeue: put back.")
+    ] = "list",
+    ids: Annotated[
+        list[str] | None, typer.Argument(metavar="ID", help="Letters to requeue, as listed.")
+    ] = None,
     all_: Annotated[bool, typer.Option("--all", help="Requeue every letter.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="JSON.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the dead letters of a run, or put them back on their streams.
+    """List the dead letters of a run, or put them back.
 
     An entry that no worker could read or survive is a dead letter; its group was failed and tried
     again at once. One that is put back is worked on if its group still waits for it.
+
+    \b
+      dapo dead runs/latest
+      dapo dead runs/latest requeue --all
     """
     import json
 
@@ -161,43 +198,69 @@ def dead(
         typer.echo(json.dumps({"requeued": count}) if json_ else f"{count} put back")
 
 
-@app.command()
 def report(run: Run) -> None:
-    """Write RUN/report/: a page to read (index.html), summary.json, a table, curves as PNG."""
+    """Write RUN/report/: a page to read, and what it is made of.
+
+    index.html needs no network; beside it are summary.json, report.txt and the curves as PNG. A run
+    writes its report by itself when it ends; this writes it anew, at any time.
+
+    \b
+      dapo report runs/latest
+    """
     from common.report import write_report
 
     typer.echo(f"report: {write_report(run.resolve()) / 'index.html'}")
 
 
-@app.command()
 def export(
     run: Run,
-    folder: Annotated[Path, typer.Argument(help="Folder to write.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder to write.")],
 ) -> None:
-    """Write the newest valid checkpoint of RUN as a Hugging Face folder."""
+    """Write the newest valid checkpoint as a Hugging Face folder.
+
+    FOLDER must not exist yet. A run that has ended has its final weights in RUN/export already.
+
+    \b
+      dapo export runs/latest /models/mine
+    """
     from learner.export import export as write
 
     typer.echo(f"exported version {write(run.resolve(), folder)} to {folder}")
 
 
-@app.command()
 def verify(
-    file: Annotated[Path, typer.Argument(help="JSONL: response, gold, expected or correct.")],
-    checker: Annotated[str, typer.Option(help="Name of the checker.")] = "math",
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="JSONL: response, gold, expected or correct.")
+    ],
+    checker: Annotated[
+        str, typer.Option(metavar="NAME", help="Checker, or FILE.py:FUNCTION of your own.")
+    ] = "math",
     boxed: Annotated[
-        bool, typer.Option(help="Accept a box where no line claims an answer.")
+        bool,
+        typer.Option("--boxed/--no-boxed", help="Accept a box where no line claims an answer."),
     ] = True,
-    exact_arithmetic: Annotated[bool, typer.Option(help="Evaluate simple expressions.")] = False,
-    workers: Annotated[int, typer.Option(help="Processes for slow checkers.")] = 2,
+    exact_arithmetic: Annotated[
+        bool, typer.Option("--exact-arithmetic", help="Evaluate simple expressions: 68/2 is 34.")
+    ] = False,
+    workers: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Processes for checkers that may hang.")
+    ] = 2,
     against: Annotated[
-        str | None, typer.Option(help="A second checker: list where the two differ.")
+        str | None,
+        typer.Option(metavar="NAME", help="A second checker: list where the two differ."),
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Run a checker over labelled responses. Exit status 1 if it disagrees with a label.
+    """Compare a checker with labelled responses.
 
-    Prints agreement, false positives and negatives, missing answers, errors, checks per second,
-    and the rows on which they disagree.
+    A row of FILE has a `response`, its `gold`, and a label: `expected` (correct, wrong or
+    no_answer) or `correct` (true or false). Prints how often the checker agrees, false positives
+    and negatives, missing answers and errors, and every row on which they disagree. Exit status 1
+    if there is one.
+
+    \b
+      dapo verify labelled.jsonl
+      dapo verify labelled.jsonl --checker math_verify --against math
     """
     import json
 
@@ -213,6 +276,38 @@ def verify(
     )
     typer.echo(json.dumps(result.to_dict()) if json_ else result.to_text())
     raise typer.Exit(0 if result.agree == result.n else 1)
+
+
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+    "Run": {"run": run, "eval": eval_cli.evaluate, "export": export},
+    "Look at a run": {
+        "status": status_cli.status, "rollouts": rollouts_cli.rollouts, "report": report,
+        "audit": audit, "dead": dead,
+    },
+    "Prepare a run": {
+        "doctor": doctor_cli.doctor, "simulate": simulate_cli.simulate, "model": model,
+        "verify": verify,
+    },
+    "Start one role by hand": {"learner": learner, "generator": generator, "verifier": verifier},
+}  # fmt: skip
+"""Heading of `dapo --help`, name, command. `data` brings commands of its own."""
+
+app = typer.Typer(
+    name="dapo",
+    cls=CommandGroup,
+    help="Train language models with DAPO as an asynchronous actor-learner pipeline.\n\n"
+    "`dapo COMMAND --help` has examples. Exit status 2: something has to be mended, and the last "
+    "line says what; 75: the same may succeed later.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for _heading, _commands in COMMANDS.items():
+    for _name, _function in _commands.items():
+        app.command(_name, rich_help_panel=_heading)(_function)
+app.add_typer(data_cli.app, rich_help_panel="Prepare a run")
+app.command("examiner", hidden=True)(eval_cli.examiner)
 
 
 def main(*command: str) -> None:

@@ -297,10 +297,17 @@ def dump_toml(config: Config) -> str:
             if (name, key) in silent or value is None and fields[key].default is None:
                 lines.append(f"# {key} is not in use")
             else:
-                text = json.dumps("none" if value is None else value, ensure_ascii=False)
-                lines.append(f"{key} = {text}")
+                lines.append(f"{key} = {_as_toml('none' if value is None else value)}")
         lines.append("")
     return "\n".join(lines)
+
+
+def _as_toml(value: Any) -> str:
+    """A value as TOML, which differs from JSON in its tables."""
+    if isinstance(value, dict):
+        pairs = (f"{json.dumps(key)} = {_as_toml(item)}" for key, item in value.items())
+        return f"{{ {', '.join(pairs)} }}" if value else "{}"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def fingerprint(section: Section) -> str:

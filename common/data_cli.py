@@ -10,10 +10,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from common.command_group import CommandGroup
 from common.errors import ConfigError, DataError
 
 app = typer.Typer(
     name="data",
+    cls=CommandGroup,
     help="Prepare problem files for a run.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -27,10 +29,10 @@ def data() -> None:
     """Prepare problem files for a run."""
 
 
-@app.command()
+@app.command(rich_help_panel="Commands")
 def prepare(
     inputs: Annotated[
-        list[Path], typer.Argument(metavar="INPUT", help="JSONL or parquet files of problems.")
+        list[Path], typer.Argument(metavar="INPUT", help="JSONL or parquet file of problems.")
     ],
     out: Annotated[
         Path, typer.Option(metavar="FILE", help="JSONL file to write; a report goes beside it.")
@@ -41,13 +43,16 @@ def prepare(
     ] = None,
     similarity: Annotated[
         float,
-        typer.Option(min=0.05, max=1.0, help="Share of equal word runs that counts as overlap."),
+        typer.Option(
+            metavar="X", min=0.05, max=1.0, help="Share of equal word runs that counts as overlap."
+        ),
     ] = 0.5,
     drop_overlap: Annotated[
         bool, typer.Option("--drop-overlap", help="Leave out what is like an evaluation problem.")
     ] = False,
     checker: Annotated[
-        str, typer.Option(metavar="NAME", help="Checker of rows that name none.")
+        str,
+        typer.Option(metavar="NAME", help="Checker of rows that name none, or FILE.py:FUNCTION."),
     ] = "math",
     symbolic: Annotated[
         bool,
@@ -79,16 +84,22 @@ def prepare(
     ] = None,
     template: Annotated[
         Literal["raw", "dapo", "chat"],
-        typer.Option(help="Template in which tokens are counted, as data.template."),
+        typer.Option(
+            metavar="raw|dapo|chat", help="Template in which tokens are counted, as data.template."
+        ),
     ] = "raw",
     max_prompt_tokens: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Leave out prompts of more tokens."),
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print the report as one JSON object.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE and its report.")] = False,
 ) -> None:
-    """Check problem files and write one clean JSONL file for `data.train`.
+    """Check problem files and write one clean JSONL file.
+
+    The file is for data.train; FILE.report.json lists every row that something was found in.
 
     A row needs a prompt (`prompt`, `question` or `problem`; text or chat messages) and a gold
     (`answer`, or `reward_model.ground_truth` as verl has it). Repeated prompts are written once.
@@ -97,9 +108,9 @@ def prepare(
     unless --symbolic or --drop-unreadable deals with them. The paper's instruction is taken off
     prompts that carry it: data.template = "dapo" adds it when a run starts.
 
-    FILE.report.json lists every row that something was found in. For example:
-
-      dapo data prepare math.parquet --out train.jsonl --against aime24.jsonl --drop-overlap
+    \b
+      dapo data prepare math.parquet --out train.jsonl
+      dapo data prepare *.jsonl --out train.jsonl --against aime24.jsonl
     """
     from common.prepare import Options
     from common.prepare import prepare as run

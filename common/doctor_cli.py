@@ -16,18 +16,27 @@ from common.finding import Site
 
 def doctor(
     recipe: Annotated[
-        Path | None, typer.Argument(help="TOML file: also look at its server and run.dir.")
+        Path | None,
+        typer.Argument(metavar="RECIPE", help="TOML file: also look at its server and run.dir."),
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key of RECIPE."),
+        typer.Option(
+            "--set", metavar="SECTION.KEY=VALUE", help="Override a key of RECIPE; may be repeated."
+        ),
     ] = None,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Check what is installed on this machine and whether it works: ok, note or FAULT.
+    """Check what is installed on this machine, and whether it works.
 
-    A server, a lock and a collective of two processes are really tried; nothing is left running.
-    Exit status 1 if there is a FAULT. `dapo run RECIPE --dry-run` checks the recipe itself.
+    One line for each: ok, note or FAULT. A server, a lock and a collective of two processes are
+    really tried; nothing is left running. Exit status 1 if there is a FAULT.
+
+    `dapo run RECIPE --dry-run` checks the recipe itself.
+
+    \b
+      dapo doctor
+      dapo doctor mine.toml
     """
     config = load_config(recipe, set_) if recipe else None
     site = Site(config.run.dir if config else Path("runs"), config)

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 
 Model = Annotated[
-    Path, typer.Argument(help="Hugging Face folder, or a run directory.", show_default=False)
+    Path, typer.Argument(metavar="MODEL", help="Hugging Face folder, or a run directory.")
 ]
 Data = Annotated[
-    list[Path], typer.Argument(help="Files of problems; each gets a table.", show_default=False)
+    list[Path], typer.Argument(metavar="DATA", help="Files of problems; each gets a line.")
 ]
 Frozen = Annotated[str, typer.Option("--frozen", metavar="VERSION", help="Version to serve.")]
 
@@ -20,32 +20,57 @@ Frozen = Annotated[str, typer.Option("--frozen", metavar="VERSION", help="Versio
 def evaluate(
     model: Model,
     data: Data,
-    k: Annotated[int | None, typer.Option("--k", min=1, help="Samples per problem.")] = None,
-    recipe: Annotated[
-        Path | None, typer.Option(help="Where settings come from; default: the run's own.")
+    k: Annotated[
+        int | None,
+        typer.Option("--k", metavar="N", min=1, help="Samples per problem; default: eval.samples."),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of the sampling.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Of the sampling.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Longest response.")] = None,
-    problems: Annotated[int | None, typer.Option(min=1, help="First N of each file.")] = None,
-    template: Annotated[str | None, typer.Option(help="raw, dapo or chat.")] = None,
-    generators: Annotated[int | None, typer.Option(min=1, help="Engines to start.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling.")] = None,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Where settings come from; default: MODEL, if a run."),
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(metavar="X", help="As eval.temperature.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="X", help="As eval.top_p.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Longest response; default: the recipe's.")
+    ] = None,
+    problems: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="The first N of each file; default: all.")
+    ] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="raw|dapo|chat",
+            help="As data.template; without a recipe dapo, if MODEL has a chat template.",
+        ),
+    ] = None,
+    generators: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="As generator.count.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="As run.seed.")] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Any other key; may be repeated."),
+        typer.Option(
+            "--set", metavar="SECTION.KEY=VALUE", help="Override any other key; may be repeated."
+        ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="New folder for the results.", show_default="runs/eval-…")
+        Path | None,
+        typer.Option(metavar="DIR", help="New folder for the results; default: runs/eval-…"),
     ] = None,
-    show: Annotated[int, typer.Option(min=0, help="Show the N hardest problems.")] = 0,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    show: Annotated[int, typer.Option(metavar="N", min=0, help="Show the N hardest problems.")] = 0,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Evaluate MODEL on DATA: avg@k, pass@k and maj@k with 95 % intervals, for each file.
+    """Evaluate MODEL on DATA: avg@k, pass@k and maj@k with intervals.
 
-    Real generators and verifiers on a server of their own; nothing is filtered. Per-problem
-    results are in problems.jsonl of the results folder. Ctrl-C keeps the problems that are done;
-    the exit status is 1 then.
+    Starts generators and verifiers on a server of their own; nothing is filtered, and the intervals
+    are of 95 %. The result of each problem is in problems.jsonl of the results folder. Ctrl-C keeps
+    the problems that are done; the exit status is 1 then.
+
+    \b
+      dapo eval /models/Qwen2.5-7B aime24.jsonl aime25.jsonl --k 32
+      dapo eval runs/latest heldout.jsonl --show 5
     """
     from common.eval_run import evaluate as run
     from common.eval_settings import Wish
@@ -73,5 +98,8 @@ def examiner(recipe: Path, frozen: Frozen) -> None:
     from common.config import load_config
     from common.messages import Version
     from learner.examination import main
+    from verifier import registry
 
-    main(load_config(recipe), Version.parse(frozen))
+    config = load_config(recipe)
+    registry.install(config.verifier.checkers)
+    main(config, Version.parse(frozen))

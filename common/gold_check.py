@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from verifier.outcome import Verdict
 from verifier.pool import CheckerPool
@@ -18,8 +18,8 @@ def check_golds(asked: Sequence[tuple[str, str]]) -> list[Verdict]:
     return asyncio.run(_check(asked))
 
 
-async def _check(asked: Iterable[tuple[str, str]]) -> list[Verdict]:
-    async with CheckerPool() as pool:
+async def _check(asked: Sequence[tuple[str, str]]) -> list[Verdict]:
+    async with CheckerPool(warm=tuple({name for name, _ in asked})) as pool:
         checks = (
             pool.check(name, f"\\boxed{{{gold}}}", gold, {"boxed": True}) for name, gold in asked
         )

@@ -27,6 +27,7 @@ from common.template import bare_conversation, carries_dapo, own_instruction, re
 from verifier import registry
 from verifier.math_answer import GoldError
 from verifier.outcome import shorten
+from verifier.own_checkers import is_place
 
 SYMBOLIC = "math_verify"
 """The checker of golds that are no plain numbers."""
@@ -67,7 +68,9 @@ def prepare(inputs: Sequence[Path], out: Path, options: Options, tell: Tell) -> 
         DataError: a file or a row cannot be read, or no row is left.
         ConfigError: options that contradict each other, or a checker that does not exist.
     """
-    registry.get(options.checker)
+    checker = options.checker
+    registry.install({checker: checker} if is_place(checker) else {})
+    registry.get(checker)
     if options.max_prompt_tokens is not None and options.tokenizer is None:
         raise ConfigError("--max-prompt-tokens counts tokens: give --tokenizer DIR as well")
     reader = _Reader(options, tell)
@@ -295,9 +298,13 @@ def _write(rows: Iterable[Problem], out: Path) -> None:
 
 
 def output_row(row: Problem) -> dict[str, Any]:
-    """A row as it is written; what says nothing beyond the defaults is left out."""
+    """A row as it is written; what says nothing beyond the defaults is left out.
+
+    So is a checker's file, which data cannot name: that of the recipe, verifier.checker, is for it.
+    """
     found = {"prompt": _prompt(row.prompt), "answer": row.gold, "source": row.source}
-    optional = {"checker": row.checker, "boxed": row.boxed}
+    checker = None if row.checker and is_place(row.checker) else row.checker
+    optional = {"checker": checker, "boxed": row.boxed}
     return found | {key: value for key, value in optional.items() if value is not None}
 
 

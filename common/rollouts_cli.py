@@ -18,14 +18,18 @@ from common.rollout_view import Order, Wanted, as_text, select
 def rollouts(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, such as runs/latest.")],
     version: Annotated[
-        int | None, typer.Option(metavar="N", help="Of the batch that made version N.")
+        int | None, typer.Option(metavar="N", help="Only of the batch that made version N.")
     ] = None,
     fate: Annotated[
-        Literal["trained", "filtered", "failed"] | None, typer.Option(help="What became of it.")
+        Literal["trained", "filtered", "failed"] | None,
+        typer.Option(metavar="FATE", help="Only trained, filtered or failed groups."),
     ] = None,
     outcome: Annotated[
         Literal["correct", "wrong", "no_answer", "error"] | None,
-        typer.Option(help="What the checker said."),
+        typer.Option(
+            metavar="OUTCOME",
+            help="Only correct, wrong, no_answer or error, as the checker said.",
+        ),
     ] = None,
     best: Annotated[
         bool, typer.Option("--best", help="The best sample of each group, best first.")
@@ -36,13 +40,17 @@ def rollouts(
     truncated: Annotated[
         bool, typer.Option("--truncated", help="Only responses that the cap cut off.")
     ] = False,
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Most samples.")] = 20,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Show at most N samples.")] = 20,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
-    """Read samples of rollouts: what was asked, answered, and made of it; newest batch first.
+    """Read samples: what was asked, answered, and made of it.
 
     A run keeps a few groups of each batch in RUN/rollouts (rollouts.per_batch), trained, filtered
-    and failed ones.
+    and failed ones. The newest batch comes first; on a terminal they are shown page by page.
+
+    \b
+      dapo rollouts runs/latest --worst
+      dapo rollouts runs/latest --fate filtered --limit 5
     """
     if best and worst:
         raise ConfigError("--best and --worst exclude each other; give one")

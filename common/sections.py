@@ -6,10 +6,13 @@ which combinations make no sense.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from verifier.own_checkers import is_place
 
 
 class Section(BaseModel):
@@ -236,6 +239,9 @@ class VerifierSection(Section):
     """Verifier processes started by `dapo run`."""
     checker: str = "math"
     """Checker of rows that name none."""
+    checkers: dict[str, str] = {}
+    """Checkers of your own: { name = "FILE.py:FUNCTION" }, see docs/own-task.md. The path is
+    relative to the working directory, as those of data are."""
     boxed: bool = True
     """Accept a boxed answer where there is no `Answer:` line."""
     exact_arithmetic: bool = False
@@ -243,7 +249,18 @@ class VerifierSection(Section):
     slow_workers: int = Field(1, ge=1)
     """Killable processes for symbolic and user checkers, per verifier."""
     slow_deadline_s: float = Field(10.0, gt=0)
-    slow_memory_mib: int = Field(2048, ge=64)
+    slow_memory_mib: int = Field(2048, ge=256)
+
+    @field_validator("checkers")
+    @classmethod
+    def read_places(cls, checkers: dict[str, str]) -> dict[str, str]:
+        """Names that a data row can spell, and places that can be one."""
+        for name, place in checkers.items():
+            if not re.fullmatch(r"[A-Za-z_][\w-]*", name):
+                raise ValueError(f"{name!r} is no name; write letters, digits, _ and -")
+            if not is_place(place):
+                raise ValueError(f"{name} = {place!r} is no place; write FILE.py:FUNCTION")
+        return checkers
 
 
 class PublishSection(Section):

@@ -18,53 +18,69 @@ if TYPE_CHECKING:
 def simulate(
     recipe: Annotated[
         Path | None,
-        typer.Argument(help="TOML file for batch, generators, admission.", show_default=False),
+        typer.Argument(metavar="RECIPE", help="TOML file for batch, generators, admission."),
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override a key of RECIPE."),
+        typer.Option(
+            "--set", metavar="SECTION.KEY=VALUE", help="Override a key of RECIPE; may be repeated."
+        ),
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option(help="Run directory: its recipe, response lengths, times and filter."),
+        typer.Option(
+            metavar="RUN", help="Run directory: its recipe, response lengths, times and filter."
+        ),
     ] = None,
-    max_staleness: Annotated[str, typer.Option(help="Bounds S to try.")] = "0,1,2,4,8",
+    max_staleness: Annotated[
+        str, typer.Option(metavar="N,N,…", help="Bounds S to try.")
+    ] = "0,1,2,4,8",
     generators: Annotated[
-        str | None, typer.Option(help="Numbers of generators to try, such as 1,2,4.")
+        str | None,
+        typer.Option(metavar="N,N,…", help="Numbers of generators to try; default: the recipe's."),
     ] = None,
-    slots: Annotated[int | None, typer.Option(help="Samples that one runs at a time.")] = None,
+    slots: Annotated[
+        int | None, typer.Option(metavar="N", help="Samples that one generator runs at a time.")
+    ] = None,
     sample_s: Annotated[
-        float | None, typer.Option(min=1e-6, help="Mean seconds of one sample.")
+        float | None, typer.Option(metavar="X", min=1e-6, help="Mean seconds of one sample.")
     ] = None,
     sigma: Annotated[
-        float | None, typer.Option(min=0.0, help="Spread: deviation of the log of the seconds.")
+        float | None,
+        typer.Option(metavar="X", min=0.0, help="Deviation of the logarithm of these seconds."),
     ] = None,
     long_share: Annotated[
-        float | None, typer.Option(min=0.0, max=1.0, help="Share of groups with a straggler.")
+        float | None,
+        typer.Option(metavar="X", min=0.0, max=1.0, help="Share of groups with a straggler."),
     ] = None,
     long_factor: Annotated[
-        float | None, typer.Option(min=1.0, help="How many times longer a straggler takes.")
+        float | None,
+        typer.Option(metavar="X", min=1.0, help="How many times longer a straggler takes."),
     ] = None,
-    train_s: Annotated[float | None, typer.Option(min=1e-3, help="Seconds of training.")] = None,
+    train_s: Annotated[
+        float | None, typer.Option(metavar="X", min=1e-3, help="Seconds of training per batch.")
+    ] = None,
     publish_s: Annotated[
-        float | None, typer.Option(min=0.0, help="Seconds of a weight round.")
+        float | None, typer.Option(metavar="X", min=0.0, help="Seconds of a weight round.")
     ] = None,
     filter_rate: Annotated[
-        float | None, typer.Option(min=0.0, max=0.99, help="Share of groups filtered.")
+        float | None, typer.Option(metavar="X", min=0.0, max=0.99, help="Share of groups filtered.")
     ] = None,
     policy: Annotated[
-        Literal["hold", "drop"] | None, typer.Option(help="As admission.policy.")
+        Literal["hold", "drop"] | None,
+        typer.Option(metavar="hold|drop", help="As admission.policy."),
     ] = None,
     oversample: Annotated[
-        float | None, typer.Option(min=1.0, help="As admission.oversample.")
+        float | None, typer.Option(metavar="X", min=1.0, help="As admission.oversample.")
     ] = None,
     batches: Annotated[
-        int | None, typer.Option(min=20, help="Batches per run; default: by their size.")
+        int | None,
+        typer.Option(metavar="N", min=20, help="Batches per run; default: by their size."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of all that is drawn.")] = 0,
-    json_: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of all that is drawn.")] = 0,
+    json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Simulate runs in time, and advise on admission.max_staleness and the number of generators.
+    """Advise on max_staleness and generators by simulated runs.
 
     The admission rule is the real one; lengths, filter and times are drawn. A bound of S lets S
     batches be made while one is trained, so slow groups are waited for less often, at the price

@@ -29,7 +29,9 @@ def base_dir(config: Config) -> Path | None:
 
 
 def resolve(config: Config) -> Config:
-    """Put the folder of [base] where paths say `{base}`.
+    """Put the folder of [base] where paths say `{base}`, and make places of checkers absolute.
+
+    A role that is started in another directory with the configuration of the run finds its checker.
 
     Raises:
         ConfigError: a path says `{base}` and there is no section [base].
@@ -51,7 +53,9 @@ def resolve(config: Config) -> Config:
         }
     )
     model = config.model.model_copy(update={"path": fill(config.model.path)})
-    return config.model_copy(update={"data": data, "model": model})
+    own = {name: str(Path(place).absolute()) for name, place in config.verifier.checkers.items()}
+    verifier = config.verifier.model_copy(update={"checkers": own})
+    return config.model_copy(update={"data": data, "model": model, "verifier": verifier})
 
 
 def require_model(config: Config) -> Path:

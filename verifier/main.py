@@ -7,6 +7,7 @@ import asyncio
 from common import log
 from common.config import Config
 from common.connection import connect
+from common.own_checks import require_own_checkers
 from common.startup import log_file, member_name
 from common.stopping import CLOSE_S, end_within, on_stop_in_loop
 from verifier.pool import CheckerPool
@@ -17,6 +18,7 @@ def main(config: Config) -> None:
     """Judge until the run is over or SIGTERM comes."""
     name = member_name("verifier")
     log.configure("verifier", name, config.run.name, log_file(config))
+    require_own_checkers(config.verifier)
     asyncio.run(_run(config, name))
 
 

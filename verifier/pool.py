@@ -13,13 +13,13 @@ import concurrent.futures
 import multiprocessing
 import resource
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from common.process import die_with_parent
-from verifier import registry
+from verifier import own_checkers, registry
 from verifier.outcome import Verdict, error, shorten
 
 _MIB = 2**20
@@ -51,7 +51,7 @@ class CheckerPool:
             )
         self.workers = workers
         self.deadline_s = deadline_s
-        self._settings = (memory_mib * _MIB, warm)
+        self._memory_bytes, self._warm = memory_mib * _MIB, warm
         self._max_checks = max_checks_per_worker
         self._pool: ProcessPool | None = None
         self._closed = False
@@ -70,15 +70,23 @@ class CheckerPool:
         options = dict(options or {})
         if not registry.get(name).pooled:
             return registry.run(name, response, gold, options)
+        return await self._in_worker(registry.run, name, response, gold, options)
+
+    async def try_out(self, place: str) -> str:
+        """Load FILE.py:FUNCTION in a worker, by the rules of a check; why it fails, or ""."""
+        verdict = await self._in_worker(own_checkers.try_out, place)
+        return verdict.reason if verdict.outcome == "error" else ""
+
+    async def _in_worker(self, function: Callable[..., Verdict], *args: Any) -> Verdict:
         async with self._slots:
             for _ in range(_ATTEMPTS):
-                verdict = await self._attempt(name, response, gold, options)
+                verdict = await self._attempt(function, args)
                 if verdict is not None:
                     return verdict
         return error("the worker pool broke repeatedly; workers may lack memory to start")
 
     async def _attempt(
-        self, name: str, response: str, gold: str, options: dict[str, Any]
+        self, function: Callable[..., Verdict], args: tuple[Any, ...]
     ) -> Verdict | None:
         """One try; None if the pool was broken before the check could be judged."""
         if self._closed:
@@ -86,9 +94,7 @@ class CheckerPool:
         pool = self._running()
         future = None
         try:
-            future = pool.schedule(
-                registry.run, args=(name, response, gold, options), timeout=self.deadline_s
-            )
+            future = pool.schedule(function, args=args, timeout=self.deadline_s)
             self._flying[future] = pool
             return await asyncio.wrap_future(future)
         except (concurrent.futures.process.BrokenProcessPool, RuntimeError):
@@ -110,7 +116,7 @@ class CheckerPool:
                 max_workers=self.workers,
                 max_tasks=self._max_checks,
                 initializer=_start_worker,
-                initargs=self._settings,
+                initargs=(self._memory_bytes, self._warm, registry.installed()),
                 context=multiprocessing.get_context("spawn"),
             )
         return self._pool
@@ -149,11 +155,12 @@ class CheckerPool:
         await self.close()
 
 
-def _start_worker(memory_bytes: int, warm: tuple[str, ...]) -> None:
+def _start_worker(memory_bytes: int, warm: tuple[str, ...], own: dict[str, str]) -> None:
     """Runs first in every worker: die with the parent, at once on SIGTERM, within limits."""
     die_with_parent()
     # pebble's handler runs between bytecodes, so a worker deep in C code would ignore it
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    registry.install(own)
     if "math_verify" in warm:
         from verifier import symbolic
 

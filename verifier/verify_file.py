@@ -2,7 +2,7 @@
 
 Rows are JSON objects with `response`, `gold`, and a label: `expected` ("correct", "wrong" or
 "no_answer") or `correct` (a bool). Agreement is on correct or not; an error of the checker
-agrees with nothing.
+agrees with nothing. A checker may be FILE.py:FUNCTION.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.errors import DataError
+from common.errors import ConfigError, DataError
 from verifier import registry
 from verifier.outcome import OUTCOMES, Verdict
+from verifier.own_checkers import is_place
 from verifier.pool import CheckerPool
 
 _IN_FLIGHT = 256
@@ -95,12 +96,16 @@ def verify_file(
 
     With `against`, a second checker, the rows are listed on which the two differ in correct-or-not.
 
-    Raises DataError for a row that is no such record, and `registry.UnknownChecker`.
+    Raises:
+        DataError: a row is no such record.
+        ConfigError: a checker is not known, or its file cannot be loaded.
     """
     rows = _read_rows(Path(path))
     options = {"boxed": boxed, "exact_arithmetic": exact_arithmetic}
-    if against is not None:
-        registry.get(against)
+    asked = [checker] if against is None else [checker, against]
+    registry.install({name: name for name in asked if is_place(name)})
+    for name in asked:
+        registry.get(name)
     return asyncio.run(_verify(rows, checker, against or "", options, workers, deadline_s))
 
 
@@ -113,7 +118,10 @@ async def _verify(
     deadline_s: float,
 ) -> Report:
     report = Report(checker, against=against)
-    async with CheckerPool(workers=workers, deadline_s=deadline_s) as pool:
+    async with CheckerPool(workers, deadline_s, warm=(checker, *filter(None, [against]))) as pool:
+        for place in filter(is_place, (checker, against)):
+            if fault := await pool.try_out(place):
+                raise ConfigError(f"the checker {place}: {fault}")
         start = time.monotonic()
         for first in range(0, len(rows), _IN_FLIGHT):
             chunk = rows[first : first + _IN_FLIGHT]

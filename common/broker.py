@@ -43,6 +43,7 @@ FAILURE_TO = {PROMPTS: ROLLOUTS, ROLLOUTS: VERDICTS, VERDICTS: VERDICTS}
 """Where the failure of a group goes whose entry is a dead letter: to its next worker, as every
 result, so that each role writes to one stream only."""
 log = get_logger(__name__)
+_dead_letters = 0
 
 
 class Broker(Calls):
@@ -153,7 +154,7 @@ class Broker(Calls):
         target, waiting = FAILURE_TO[stream], STATE_BEFORE[stream]
         keys = [key(stream), key("dead"), key("group", group), key(target)]
         args = [entry.id, entry.owner, stream, reason, waiting, attempt, STATE_BEFORE[target]]
-        await self.script("bury", keys, [*args, failure, group])
+        _count_dead_letters(int(await self.script("bury", keys, [*args, failure, group])))
 
     # --- payloads -------------------------------------------------------------------------------
 
@@ -324,6 +325,16 @@ class Broker(Calls):
 
         result: dict[str, dict[str, Any]] = await self.persist(scan, "listing members")
         return result
+
+
+def dead_letters_so_far() -> int:
+    """How many entries this process has moved to the dead letters."""
+    return _dead_letters
+
+
+def _count_dead_letters(more: int) -> None:
+    global _dead_letters
+    _dead_letters += more
 
 
 def _failure(stream: str, entry: Entry, attempt: str, reason: str) -> bytes:

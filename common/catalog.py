@@ -18,6 +18,9 @@ EVERY_ROLE = (
       label="state"),
     M("every", "errors_logged", "errors_logged_total", "Lines of level error in the role's log.",
       "0", "read logs/ROLE.jsonl"),
+    M("every", "dead_letters", "dead_letters_total",
+      "Entries that the role could not work on and moved to the dead letters.",
+      "0", "`dapo dead RUN` has the reasons"),
 )
 
 PIPELINE = (

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from common.broker import dead_letters_so_far
 from common.log import errors_so_far
 from common.process import rss_mib
 
@@ -72,7 +73,7 @@ class Vitals:
             self._lag_s = max(self._lag_s, time.monotonic() - due)
 
     def figures(self) -> dict[str, Any]:
-        """Memory, the worst lag since the last call, seconds and shares by state, the last error.
+        """Memory, the worst lag since the last call, seconds and shares by state, errors.
 
         `last_error` is text, empty if there was none, and `last_error_time` when it was logged.
         """
@@ -87,4 +88,5 @@ class Vitals:
             "errors_logged": count,
             "last_error": what,
             "last_error_time": when,
+            "dead_letters": dead_letters_so_far(),
         }

@@ -13,11 +13,15 @@ fi
 need "$python" "Debian: apt-get install python3 python3-venv"
 need g++ "vLLM compiles its kernels at first use; Debian: apt-get install g++"
 "$python" - <<'PY'
-import os, sys, sysconfig
+import ctypes, os, sys, sysconfig
 if sys.version_info[:2] != (3, 11):
     sys.exit("setup: Python 3.11 is needed (make PYTHON=/path/to/python3.11 …)")
 if not os.path.exists(sysconfig.get_path("include") + "/Python.h"):
     sys.exit("setup: Python's headers are missing; Debian: apt-get install python3-dev")
+try:
+    ctypes.CDLL("libnuma.so.1")
+except OSError:
+    sys.exit("setup: libnuma is missing, vLLM's kernels load it; Debian: apt-get install libnuma1")
 PY
 
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"

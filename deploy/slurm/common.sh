@@ -2,7 +2,7 @@
 # What the batch scripts share; submit.sh sets DAPO_HOME, DAPO_RECIPE, DAPO_RUN and DAPO_STATE.
 #
 # A job that is told to end drains first. Told by USR1 (near its time limit, or because it is
-# pre-empted with PreemptParameters=send_user_signal) it puts itself back into the queue, and the run
+# pre-empted where Slurm is told to send it first) it puts itself back into the queue, and the run
 # goes on where it was; told by TERM (scancel) it ends. bash runs a trap only after a command in the
 # foreground has ended: hence `command & wait`.
 

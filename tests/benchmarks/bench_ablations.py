@@ -3,7 +3,8 @@
 Each variant changes one thing of deploy/recipes/arithmetic.toml and runs once for each seed,
 through `dapo run`, for fewer batches than the recipe has: at its end nearly all are above 97 %.
 A run that is finished is not run again, so an interrupted series goes on where it was. Prints a
-Markdown table; ± is the standard deviation over seeds.
+Markdown table; ± is the standard deviation over seeds. Variants that are left out of --variants
+are not in it.
 
     python tests/benchmarks/bench_ablations.py [--batches 20] [--seeds 1 2 3] [--variants …]
 """
@@ -97,16 +98,26 @@ def _mean(rows: Sequence[dict[str, Any]], key: str) -> float:
 
 
 def table(results: dict[str, list[dict[str, float]]]) -> str:
-    """The mean over seeds, and its standard deviation where there are several."""
-    lines = ["| variant | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    """The mean over seeds, and its standard deviation where there are several.
+
+    The second column is the difference to the first variant with the same seed: seeds make
+    different bases, which is most of what the accuracies themselves differ by.
+    """
+    names = ["variant", "points above the first row, same seed", *COLUMNS]
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    first = next(iter(results.values()))
     for variant, runs in results.items():
-        cells = []
+        pairs = zip(runs, first, strict=True)
+        cells = [_cell([100 * (a["accuracy_after"] - b["accuracy_after"]) for a, b in pairs], "+")]
         for key, factor in COLUMNS.values():
-            values = [run[key] * factor for run in runs]
-            spread = f" ± {statistics.stdev(values):.3g}" if len(values) > 1 else ""
-            cells.append(f"{statistics.fmean(values):.4g}{spread}")
+            cells.append(_cell([run[key] * factor for run in runs]))
         lines.append(f"| {variant} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _cell(values: Sequence[float], sign: str = "") -> str:
+    spread = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign}.3g}{spread}"
 
 
 if __name__ == "__main__":

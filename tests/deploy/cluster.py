@@ -45,7 +45,12 @@ SlurmctldLogFile={dir}/slurmctld.log
 SlurmdLogFile={dir}/slurmd-%n.log
 NodeName=n1 NodeAddr=127.0.0.1 Port={n1} CPUs=4
 NodeName=n2 NodeAddr=127.0.0.1 Port={n2} CPUs=4
-PartitionName=all Nodes=n1,n2 Default=YES State=UP MaxTime=INFINITE
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+PartitionName=all Nodes=n1,n2 PriorityTier=2 PreemptMode=OFF Default=YES MaxTime=INFINITE
+PartitionName=spare Nodes=n1,n2 PriorityTier=1 GraceTime=120 MaxTime=INFINITE
+PartitionName=urgent Nodes=n1,n2 PriorityTier=3 PreemptMode=OFF MaxTime=INFINITE
 """
 
 
@@ -121,7 +126,7 @@ class Cluster:
 
     def _idle(self) -> int:
         told = subprocess.run(
-            ["sinfo", "--noheader", "--Node", "--format=%t"],
+            ["sinfo", "--noheader", "--Node", "--partition=all", "--format=%t"],
             env=self.environment, capture_output=True, text=True,
         )  # fmt: skip
         return told.stdout.split().count("idle")

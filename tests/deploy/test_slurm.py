@@ -1,4 +1,4 @@
-"""The Slurm scripts on a cluster of two nodes, with the real roles and simulated engines."""
+"""The Slurm scripts on a cluster of two nodes, with the real roles; one test has a real engine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,19 @@ from pathlib import Path
 
 import pytest
 
+from common.config import dump_toml, load_config
 from common.status import read_status
 from tests.deploy.cluster import Cluster
-from tests.deploy.waiting import ROOT, TINY, batches, need, newest_checkpoint, until
+from tests.deploy.waiting import (
+    ARITHMETIC,
+    ROOT,
+    SMALL,
+    TINY,
+    batches,
+    need,
+    newest_checkpoint,
+    until,
+)
 
 SCRIPTS = ROOT / "deploy" / "slurm"
 SUBMIT = str(SCRIPTS / "submit.sh")
@@ -41,19 +51,21 @@ def cluster() -> Iterator[Cluster]:
 class SlurmRun:
     """A run that submit.sh starts from a folder of its own."""
 
-    def __init__(self, cluster: Cluster, folder: Path, base: Path, batches: int) -> None:
-        self.cluster, self.folder, self.dir = cluster, folder, folder / "runs" / "tiny"
+    def __init__(
+        self, cluster: Cluster, folder: Path, base: Path, recipe: Path, **keys: object
+    ) -> None:
+        self.cluster, self.folder, self.name = cluster, folder, recipe.stem
+        self.dir = folder / "runs" / self.name
         shutil.copytree(ROOT / base, folder / base)
-        self.recipe = folder / "tiny.toml"
-        text = TINY.read_text()
-        assert "batches = 60" in text
-        self.recipe.write_text(text.replace("batches = 60", f"batches = {batches}"))
+        self.recipe = folder / recipe.name
+        config = load_config(recipe, [f"{key}={value}" for key, value in keys.items()])
+        self.recipe.write_text(dump_toml(config))
 
-    def submit(self, *options: str) -> dict[str, str]:
+    def submit(self, *options: str, **variables: str) -> dict[str, str]:
         """Job numbers by role."""
         told = subprocess.run(
-            [SUBMIT, str(self.recipe), *options],
-            cwd=self.folder, env=self.cluster.environment, capture_output=True, text=True,
+            [SUBMIT, str(self.recipe), *options], cwd=self.folder,
+            env=self.cluster.environment | variables, capture_output=True, text=True,
         )  # fmt: skip
         assert told.returncode == 0, told.stderr
         return dict(line.split() for line in told.stdout.splitlines())
@@ -78,14 +90,14 @@ class SlurmRun:
         state = self.dir / "slurm"
         password = (state / "password").read_text().strip()
         url = (state / "address").read_text().strip().replace("//", f"//:{password}@")
-        members = read_status(url, "tiny").get("members", {})
+        members = read_status(url, self.name).get("members", {})
         return {name.rpartition(".")[0] for name in members if name.startswith("generator-")}
 
     def until_generators(self, *jobs: str) -> None:
         names = {f"generator-{job.replace('_', '-')}" for job in jobs}
         until(f"generators {names}", lambda: self.generators() == names, self.why)
 
-    def require_finished(self, job: str) -> None:
+    def require_finished(self, job: str, complete: bool = True) -> None:
         """The last job found that the ledger balances, and left nothing in the queue."""
         self.until_state(job, "COMPLETED")
         until("an empty queue", lambda: not self.cluster.run("squeue", "--noheader"), self.why)
@@ -96,14 +108,14 @@ class SlurmRun:
         assert audit.returncode == 0, audit.stdout + audit.stderr
         rows = {row["step"] for row in batches(self.dir)}
         result = json.loads(audit.stdout)
-        assert result["trained"] == 4 * len(rows), result
+        assert result["complete"] is complete and result["trained"] == 4 * len(rows), result
 
 
 @pytest.mark.timeout(1500)
-def test_a_run_survives_growing_shrinking_pre_emption_and_requeueing(
+def test_a_run_survives_growing_shrinking_time_limits_and_requeueing(
     cluster: Cluster, base: Path, tmp_path: Path
 ) -> None:
-    run = SlurmRun(cluster, tmp_path, base, batches=60)
+    run = SlurmRun(cluster, tmp_path, base, TINY)
     jobs = run.submit("--generators", "1")
     assert list(jobs) == ["server", "learner", "verifier", "generator", "finish"]
     assert (run.dir / "slurm" / "password").stat().st_mode & 0o777 == 0o600
@@ -121,7 +133,7 @@ def test_a_run_survives_growing_shrinking_pre_emption_and_requeueing(
     run.until_state(f"{more}_1", "COMPLETED")
     run.until_generators(first)
 
-    # what slurmctld sends near a time limit, or before it pre-empts
+    # what slurmctld sends near a time limit
     cluster.run("scancel", "--batch", "--signal=USR1", first)
     run.until_state(first, "RUNNING", restarts=1)
     cluster.run("scontrol", "requeue", first)
@@ -144,10 +156,40 @@ def test_a_run_survives_growing_shrinking_pre_emption_and_requeueing(
 def test_a_learner_of_two_nodes_meets_by_what_slurm_says_and_saves_when_it_is_told_to_end(
     cluster: Cluster, base: Path, tmp_path: Path
 ) -> None:
-    run = SlurmRun(cluster, tmp_path, base, batches=60)
+    run = SlurmRun(cluster, tmp_path, base, TINY)
     jobs = run.submit("--nodes", "2")
     run.until_batch(2)
     cluster.run("scancel", "--batch", "--signal=TERM", jobs["learner"])
     run.until_state(jobs["learner"], "COMPLETED")
     assert newest_checkpoint(run.dir) == len(batches(run.dir)) < 60, run.why()
     until("an empty queue", lambda: not cluster.run("squeue", "--noheader"), run.why)
+
+
+@pytest.mark.timeout(2400)
+def test_a_generator_with_vllm_drains_when_a_higher_partition_pre_empts_it_and_comes_back(
+    cluster: Cluster, arithmetic_base: Path, tmp_path: Path
+) -> None:
+    run = SlurmRun(cluster, tmp_path, arithmetic_base, ARITHMETIC, **SMALL | {"run.batches": 1000})
+    # a node of its own but for one core, so that who takes a node takes this one
+    spare = {"DAPO_SBATCH_GENERATOR": "--partition=spare --cpus-per-task=3"}
+    jobs = run.submit(**spare)
+    first = f"{jobs['generator']}_1"
+    run.until_batch(1)
+
+    urgent = cluster.run(
+        "sbatch", "--parsable", "--partition=urgent", "--cpus-per-task=4", "--output=/dev/null",
+        "--wrap=sleep 600",
+    ).strip()  # fmt: skip
+    run.until_state(urgent, "RUNNING")
+    run.until_state(first, "PENDING", restarts=1)
+    run.until_generators()
+    cluster.run("scancel", urgent)
+    run.until_state(first, "RUNNING", restarts=1)
+    run.until_generators(first)
+    (log,) = (run.dir / "logs").glob("slurm-generator-*.out")
+    said = log.read_text()
+    assert "USR1: draining" in said and "drained; back into the queue" in said, said[-2000:]
+    run.until_batch(len(batches(run.dir)) + 1)
+
+    cluster.run("scancel", "--batch", "--signal=TERM", jobs["learner"])
+    run.require_finished(jobs["finish"], complete=False)

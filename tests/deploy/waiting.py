@@ -13,7 +13,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(__file__).parent / "tiny.toml"
-LONG_S = 300.0
+ARITHMETIC = ROOT / "deploy" / "recipes" / "arithmetic.toml"
+SMALL = {
+    "algorithm.groups_per_batch": 4, "algorithm.group_size": 4, "generator.max_samples": 16,
+    "generator.kv_cache_gib": 0.25, "checkpoint.every": 2, "eval.problems": 8, "eval.samples": 1,
+}  # fmt: skip
+"""Over the arithmetic recipe, so that two engines and a learner share two cores."""
+LONG_S = 900.0
 
 
 def need(*programs: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from common import dead
-from common.broker import Broker
+from common.broker import Broker, dead_letters_so_far
 from common.cli import app
 from common.config import Config
 from common.entry import PROMPTS, ROLLOUTS, STREAMS, VERDICTS, Entry
@@ -98,8 +98,10 @@ async def test_the_group_of_a_dead_letter_fails_with_the_reason_in_the_same_step
     await broker.publish(1, VERSION)
     await dispatch(broker, 7)
     [entry] = await broker.claim_prompts(VERSION, "g", 1)
+    before = dead_letters_so_far()
     await broker.bury(PROMPTS, entry, "no msgpack")
     await broker.bury(PROMPTS, entry, "no msgpack")  # as after a lost reply
+    assert dead_letters_so_far() == before + 1
     assert await lengths(broker) == [0, 1, 0]
     [rollout] = await rollouts(broker, 1)
     assert (rollout.group, rollout.ordinal, rollout.attempt) == ("7", 7, 0)

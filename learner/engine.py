@@ -27,7 +27,7 @@ from common.config import Config
 from common.errors import NumericalError
 from learner.aggregation import Counts, counts, token_scales
 from learner.batch import MiniBatch, Reals, Trajectory, collate, idle_micro_batch
-from learner.export import TOKENIZER_FILES, carry_settings, copy_files
+from learner.export import TOKENIZER_FILES, carry_settings, copy_files, open_to_readers
 from learner.objective import micro_batch_loss
 from learner.policy import Policy
 from learner.reference import load_reference
@@ -299,4 +299,5 @@ class TrainEngine:
             model.generation_config.save_pretrained(directory)
             copy_files(tokenizer_dir, directory, TOKENIZER_FILES)
             carry_settings(directory, self._config)
+            open_to_readers(directory)
         dist.barrier()

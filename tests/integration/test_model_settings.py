@@ -92,6 +92,8 @@ def test_an_exported_folder_has_the_positions_and_stop_tokens_of_the_run(
     subprocess.run([sys.executable, "-c", EXPORT, recipe, model_dir, folder], check=True)
     assert AutoConfig.from_pretrained(folder).max_position_embeddings == LENGTH
     assert GenerationConfig.from_pretrained(folder).eos_token_id == sorted(STOP_IDS | {1})
+    modes = {path.stat().st_mode for path in folder.iterdir()}
+    assert modes == {(folder / "config.json").stat().st_mode}, "who serves it may be another user"
     # read back without the recipe, the folder ends responses as the run did
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert set(stop_token_ids(folder, tokenizer)) == STOP_IDS | {1}

@@ -117,7 +117,7 @@ def table(results: dict[str, list[dict[str, float]]]) -> str:
 
 def _cell(values: Sequence[float], sign: str = "") -> str:
     spread = f" ± {statistics.stdev(values):.2g}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):{sign}.3g}{spread}"
+    return f"{statistics.fmean(values):{sign}.4g}{spread}"
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 from common.metrics import read_metrics
 from tests.chaos.checks import dead_letters, failures, faults
 from tests.chaos.rig import ROOT, Stuck, Victim
-from tests.chaos.schedule import blows
+from tests.chaos.schedule import MIX, blows
 
 HERE = Path(__file__).parent
 STALL_S = {"simulated": 180.0, "vllm": 600.0}
@@ -39,6 +39,11 @@ class Outcome:
     batches: int = 0
     struck: dict[str, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+
+    @property
+    def kills(self) -> int:
+        """Processes that were killed."""
+        return sum(count for name, count in self.struck.items() if name.startswith("kill"))
 
 
 def undisturbed(options: argparse.Namespace, folder: Path) -> Outcome:
@@ -71,7 +76,9 @@ def disturbed(options: argparse.Namespace, folder: Path) -> Outcome:
 def _strike(victim: Victim, options: argparse.Namespace, until: float) -> None:
     """Blows by the schedule, each on the progress of the run."""
     kills = 0
-    gap = 0.7 * options.batches / options.kills if options.batches else 1.0
+    # a fixed length: the kills, a part of all blows, are due by its middle on average
+    share = MIX["kill"] / sum(MIX.values())
+    gap = 0.5 * share * options.batches / options.kills if options.batches else 1.0
     for blow in blows(options.seed, gap, spared=frozenset(options.spare)):
         if kills >= options.kills or time.monotonic() >= until:
             return
@@ -117,8 +124,7 @@ def _sets(options: argparse.Namespace) -> list[str]:
 def report(calm: Outcome | None, outcome: Outcome, folder: Path) -> str:
     """What was done, what it cost, and what is wrong."""
     struck = ", ".join(f"{count} × {name}" for name, count in sorted(outcome.struck.items()))
-    kills = sum(count for name, count in outcome.struck.items() if name.startswith("kill"))
-    lines = [f"{kills} kills in {outcome.batches} batches ({struck})"]
+    lines = [f"{outcome.kills} kills in {outcome.batches} batches ({struck})"]
     if calm and calm.seconds_per_batch and outcome.seconds_per_batch:
         share = calm.seconds_per_batch / outcome.seconds_per_batch
         lines.append(
@@ -165,6 +171,9 @@ def main() -> int:
     folder = options.dir or Path(tempfile.mkdtemp(prefix="chaos-"))
     calm = undisturbed(options, folder) if options.calm else None
     outcome = disturbed(options, folder)
+    if outcome.kills < options.kills and not options.minutes:
+        few = f"the run was over after {outcome.kills} kills: give it more --batches"
+        outcome.faults.append(few)
     if calm:
         outcome.faults += [f"undisturbed: {text}" for text in calm.faults]
     if options.engine == "vllm":

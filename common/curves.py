@@ -24,6 +24,7 @@ from common.panels import (
     GREEN,
     GRID,
     ORANGE,
+    PAPER,
     draw,
     evaluations,
     legend,
@@ -35,7 +36,8 @@ from common.panels import (
 DPI = 100
 THEME = {
     BLUE: "var(--blue)", ORANGE: "var(--orange)", GREEN: "var(--green)", DARK: "var(--ink)",
-    FAINT: "var(--faint)", GRID: "var(--grid)", "#000000": "var(--ink)",
+    FAINT: "var(--faint)", GRID: "var(--grid)", PAPER: "var(--card)",
+    "#000000": "var(--ink)",
 }  # fmt: skip
 """Colours of a plot that a page gives, dark or light."""
 _NAMES = re.compile(r'(\bid="|\bhref="#|url\(#)')

@@ -13,8 +13,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from common.history import History, Row, column, number
 
-BLUE, ORANGE, GREEN, DARK, FAINT, GRID = (
-    "#2f6db3", "#e07b39", "#4c9f70", "#222222", "#9a9a9a", "#e6e6e6",
+BLUE, ORANGE, GREEN, DARK, FAINT, GRID, PAPER = (
+    "#2f6db3", "#e07b39", "#4c9f70", "#222222", "#9a9a9a", "#e6e6e6", "#ffffff",
 )  # fmt: skip
 """Colours that stay apart in grey and for colour-blind readers."""
 
@@ -233,10 +233,11 @@ def _headroom(axes: Axes, from_zero: bool) -> None:
 
 
 def legend(axes: Axes, size: float) -> None:
-    """One line at the top, where `_headroom` has made room."""
+    """One line at the top, where `_headroom` has made room; an outlier runs off behind it."""
     names = axes.get_legend_handles_labels()[1]
     if len(names) > 1:
         axes.legend(
-            fontsize=size, frameon=False, loc="upper left", ncols=len(names), handlelength=1.2,
-            columnspacing=1.2, handletextpad=0.5, borderaxespad=0.1,
+            fontsize=size, facecolor=PAPER, edgecolor="none", framealpha=1.0, borderpad=0.2,
+            loc="upper left", ncols=len(names), handlelength=1.2, columnspacing=1.2,
+            handletextpad=0.5, borderaxespad=0.1,
         )  # fmt: skip

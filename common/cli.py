@@ -13,17 +13,12 @@ from common import data_cli, doctor_cli, eval_cli, rollouts_cli, simulate_cli, s
 from common.command_group import CommandGroup
 from common.config import Config, dump_toml, load_config
 from common.errors import ERROR_MARK, DapoError
+from common.options import Sets
 
 Recipe = Annotated[
     Path, typer.Argument(metavar="RECIPE", help="TOML file, such as those in deploy/recipes/.")
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, such as runs/latest.")]
-Sets = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="SECTION.KEY=VALUE", help="Override a key of RECIPE; may be repeated."
-    ),
-]
 
 
 def _load(recipe: Path, sets: list[str] | None) -> Config:

@@ -12,6 +12,7 @@ import typer
 from common.config import load_config
 from common.doctor import examine
 from common.finding import Site
+from common.options import Sets
 
 
 def doctor(
@@ -19,12 +20,7 @@ def doctor(
         Path | None,
         typer.Argument(metavar="RECIPE", help="TOML file: also look at its server and run.dir."),
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="SECTION.KEY=VALUE", help="Override a key of RECIPE; may be repeated."
-        ),
-    ] = None,
+    set_: Sets = None,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Check what is installed on this machine, and whether it works.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from common.errors import ConfigError
+from common.options import Sets
 
 if TYPE_CHECKING:
     from learner.simulation import Setting
@@ -20,12 +21,7 @@ def simulate(
         Path | None,
         typer.Argument(metavar="RECIPE", help="TOML file for batch, generators, admission."),
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", metavar="SECTION.KEY=VALUE", help="Override a key of RECIPE; may be repeated."
-        ),
-    ] = None,
+    set_: Sets = None,
     run: Annotated[
         Path | None,
         typer.Option(

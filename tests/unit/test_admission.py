@@ -33,7 +33,7 @@ def test_no_game_breaks_the_bound_loses_a_group_or_deadlocks(part: int) -> None:
     assert set(fates) == {"trained", "filtered", "failed", "stale"}  # the games reach every fate
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.integers(0, 59), max_size=300))
 def test_no_game_that_hypothesis_finds_breaks_the_rule(choices: list[int]) -> None:
     Game(Drawn(choices)).play(moves=60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import NumericalError
@@ -58,7 +58,6 @@ def test_a_reward_that_is_not_finite_is_an_error(bad: float) -> None:
         group_advantages([1.0, bad])
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(-8, 8), min_size=2, max_size=32))
 def test_advantages_sum_to_zero_and_keep_the_order_of_rewards(values: list[int]) -> None:
     advantages = group_advantages(values)

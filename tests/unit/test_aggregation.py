@@ -6,7 +6,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.algorithm import Aggregation
@@ -64,7 +64,6 @@ def test_a_batch_without_a_token_that_counts_has_factors_of_zero(aggregation: Ag
     assert token_scales(items, counts(items), aggregation, CONSTANT) == [0.0, 0.0]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=4),
              min_size=1, max_size=6),

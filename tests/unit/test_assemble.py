@@ -37,7 +37,7 @@ def items(sizes: list[int]) -> list[Item]:
 sizes_8 = st.lists(st.integers(0, 1000), min_size=8, max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sizes=sizes_8, seed=st.integers(0, 99), version=st.integers(0, 99))
 def test_mini_batches_hold_the_same_groups_on_one_two_and_three_ranks(
     sizes: list[int], seed: int, version: int
@@ -50,7 +50,7 @@ def test_mini_batches_hold_the_same_groups_on_one_two_and_three_ranks(
     assert sorted(item for mini in joined[0] for item in mini) == sorted(batch)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sizes=sizes_8, order=st.permutations(range(8)), world=st.integers(1, 4))
 def test_the_plan_depends_on_the_batch_and_not_on_the_order_in_which_it_is_given(
     sizes: list[int], order: list[int], world: int

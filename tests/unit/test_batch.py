@@ -7,7 +7,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.messages import Span
@@ -85,7 +85,6 @@ def test_groups_that_do_not_divide_into_equal_mini_batches_are_an_error() -> Non
         mini_batches([1, 2, 3], 2, seed=0, version=0)
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 5))
 def test_every_item_has_one_rank_and_ranks_differ_by_at_most_one_item(
     sizes: list[int], world: int

@@ -265,9 +265,7 @@ def test_the_section_of_a_base_survives_the_round_trip(
 text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x7f"), min_size=1)
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=text, train=st.lists(text, max_size=3), seed=st.integers(-(2**60), 2**60),
     rate=st.floats(0, 1e3), dual=st.none() | st.floats(1.01, 1e6), updates=st.sampled_from([1, 2]),

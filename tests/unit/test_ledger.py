@@ -243,9 +243,7 @@ lines = st.builds(
 )  # fmt: skip
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=st.lists(st.lists(lines, max_size=3), max_size=8), cut=st.integers(0, 60))
 def test_under_any_calls_and_a_crash_in_the_last_write_every_group_keeps_one_fate(
     tmp_path_factory: Any, calls: list[list[Line]], cut: int

@@ -213,7 +213,7 @@ integers = st.integers(-(10**40), 10**40)
 
 
 @given(st.text(max_size=300), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_it_never_raises_on_any_text(text, truncated):
     for response in (text, f"Answer: {text}", f"\\boxed{{{text}}}", f"答案：{text}"):
         check(response, "34", truncated=truncated, exact_arithmetic=True)
@@ -229,14 +229,14 @@ TOKENS = st.lists(st.sampled_from(FRAGMENTS), max_size=40).map("".join)
 
 
 @given(TOKENS)
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_it_never_raises_on_fragments_of_mathematics(text):
     check(f"Answer: {text}", "34", exact_arithmetic=True)
     check(f"\\boxed{{{text}", "34")
 
 
 @given(st.one_of(TOKENS, st.text(max_size=60), integers.map(str)))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @example("34%")
 @example("2/4")
 def test_normalising_a_gold_is_idempotent(text):
@@ -252,7 +252,7 @@ def grouped(value: int, separator: str) -> str:
 
 
 @given(integers)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_integer_accepts_its_own_renderings(value):
     gold = str(value)
     renderings = [gold, f"{gold}.0", f"{gold}.", f"({gold})", f"${gold}$", f"\\boxed{{{gold}}}"]
@@ -274,7 +274,7 @@ BETWEEN = (
 
 
 @given(integers, integers, st.sampled_from(BETWEEN))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_a_claim_with_two_different_values_is_never_correct(first, second, separator):
     if first == second:
         return
@@ -288,7 +288,7 @@ def test_a_claim_with_two_different_values_is_never_correct(first, second, separ
     st.sampled_from([*EQUAL_TO_34, *NOT_EQUAL_TO_34]),
     st.sampled_from([" ", "\t", "\n", "  \n\n"]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_a_verdict_does_not_depend_on_surrounding_white_space_or_markdown(claim, space):
     expected = outcome(claim)
     for form in (

@@ -65,13 +65,13 @@ def read_all(data: bytes) -> int:
     return read
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(records.records)
 def test_a_record_comes_back_as_it_was_sent(record: Any) -> None:
     assert same(decode(type(record), encode(record)), record)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(records.records)
 def test_a_record_is_read_as_its_own_kind_only(record: Any) -> None:
     assert read_all(encode(record)) == 1
@@ -95,7 +95,7 @@ def test_empty_arrays_and_an_empty_response_come_through() -> None:
 # --- bad bytes ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.binary(max_size=200))
 def test_random_bytes_are_a_message_error(data: bytes) -> None:
     assert read_all(data) == 0
@@ -137,7 +137,7 @@ values = st.recursive(
 )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(EXAMPLES), st.integers(0, 20), values)
 def test_a_field_of_another_type_is_a_message_error_or_a_valid_record(
     data: bytes, place: int, value: Any

@@ -25,7 +25,7 @@ SEEDS = st.integers(0, 2**31)
 WEIGHTS = st.lists(st.integers(1, 60).map(lambda n: n / 10), min_size=1, max_size=5)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(size=st.integers(1, 40), seed=SEEDS, epochs=st.integers(1, 7))
 def test_every_epoch_is_a_permutation_of_all_rows(size: int, seed: int, epochs: int) -> None:
     order = Shuffled(size, seed)
@@ -34,7 +34,7 @@ def test_every_epoch_is_a_permutation_of_all_rows(size: int, seed: int, epochs: 
         assert sorted(drawn[epoch * size : (epoch + 1) * size]) == list(range(size))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(seed=SEEDS, weights=st.none() | WEIGHTS, ordinals=st.lists(st.integers(0, 400), max_size=40))
 def test_the_row_of_an_ordinal_is_pure_whatever_was_asked_before(
     seed: int, weights: list[float] | None, ordinals: list[int]
@@ -56,7 +56,7 @@ def test_epochs_seeds_and_data_sets_are_shuffled_differently() -> None:
     assert len(orders) == 12
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(weights=WEIGHTS, seed=SEEDS, sizes=st.lists(st.integers(1, 9), min_size=5, max_size=5))
 def test_a_mixture_gives_every_row_of_each_set_once_per_epoch_of_that_set(
     weights: list[float], seed: int, sizes: list[int]
@@ -73,7 +73,7 @@ def test_a_mixture_gives_every_row_of_each_set_once_per_epoch_of_that_set(
     assert set(drawn) <= set(range(start))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(weights=WEIGHTS)
 def test_shares_are_kept_to_less_than_one_draw_in_every_prefix(weights: list[float]) -> None:
     numbers = shares(weights)

@@ -248,7 +248,7 @@ ROWS = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows=ROWS, flags=st.sets(st.sampled_from(
     ["near", "drop_overlap", "drop_instructions", "keep_conflicts", "keep_damaged"])))  # fmt: skip
 def test_every_row_is_written_or_left_out_for_exactly_one_reason(

@@ -105,7 +105,7 @@ def test_answers_that_a_checker_does_not_name_cannot_vote() -> None:
     assert found["accuracy"] == 0.4
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=12))
 def test_pass_at_k_rises_from_avg_at_k_and_no_majority_is_above_it(
     counts: list[tuple[int, int]],

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -67,7 +67,6 @@ def test_the_folder_stays_below_its_limit_also_over_a_restart(tmp_path: Path) ->
     assert len(kept) >= 10 and max(gaps) <= 16
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.integers(1, 99), st.integers(0, 50), max_size=30), st.integers(0, 600))
 def test_what_goes_makes_the_rest_fit_and_the_newest_stays(
     sizes: dict[int, int], limit: int

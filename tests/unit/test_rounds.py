@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import MessageError
@@ -30,7 +30,6 @@ messages: Any = st.one_of(
 )  # fmt: skip
 
 
-@settings(deadline=None)
 @given(messages)
 def test_a_message_reads_back_as_it_was_said(message: Message) -> None:
     assert loads(dumps(message)) == message
@@ -54,7 +53,6 @@ def test_anything_else_is_a_message_error(text: bytes) -> None:
         loads(text)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=50))
 def test_random_bytes_are_a_message_error(data: bytes) -> None:
     with pytest.raises(MessageError):

@@ -7,7 +7,7 @@ from typing import get_args
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.rows import Layout, lay_out, plan_micro_batches
@@ -20,7 +20,6 @@ def positions(lengths: list[int], layout: Layout) -> int:
     return sum(lengths) if layout == "packed" else len(lengths) * max(lengths)
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 120), LAYOUTS)
 def test_the_plan_holds_every_sequence_once_within_the_budget(
     lengths: list[int], budget: int, layout: Layout
@@ -33,7 +32,6 @@ def test_the_plan_holds_every_sequence_once_within_the_budget(
     assert ordered == sorted(lengths, reverse=True)
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 120), LAYOUTS)
 def test_a_micro_batch_ends_only_where_the_next_sequence_does_not_fit(
     lengths: list[int], budget: int, layout: Layout

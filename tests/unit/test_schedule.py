@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common.sections import LearnerSection
@@ -42,7 +42,6 @@ def test_beyond_the_last_batch_the_rate_stays_at_the_floor() -> None:
     assert [learning_rate(n, 4, learner) for n in (5, 6, 50)] == pytest.approx([2.0] * 3)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(0, 29), st.sampled_from(KINDS), st.floats(0, 1))
 def test_the_rate_never_exceeds_its_peak_nor_falls_again_below_the_floor(
     batches: int, warmup: int, kind: str, floor: float

@@ -37,7 +37,7 @@ def test_pass_at_k_has_the_golden_values(n: int, c: int, k: int, value: float) -
 marks = st.lists(st.booleans(), min_size=1, max_size=7)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(marks)
 def test_pass_at_k_is_the_share_of_all_subsets_that_hold_a_correct_sample(
     drawn: list[bool],
@@ -48,7 +48,7 @@ def test_pass_at_k_is_the_share_of_all_subsets_that_hold_a_correct_sample(
         assert pass_at_k(len(drawn), sum(drawn), k) == pytest.approx(share, abs=1e-12)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.integers(1, 12), st.floats(0, 1))
 def test_pass_at_k_is_unbiased_for_every_chance_of_a_correct_sample(n: int, p: float) -> None:
     for k in range(1, n + 1):
@@ -94,7 +94,7 @@ def test_a_majority_has_the_golden_values(correct: int, wrong: list[int], value:
     assert majority(correct, wrong) == pytest.approx(value)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from("gab"), max_size=6))
 def test_a_majority_is_the_mean_over_all_orders_of_a_vote_that_the_first_leader_wins(
     answers: list[str],

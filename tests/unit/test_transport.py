@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from common import transport
@@ -72,7 +72,6 @@ def receive(group: WeightGroup, buckets: list[torch.Tensor]) -> list[torch.Tenso
 
 
 @given(st.binary(min_size=2, max_size=64), st.data())
-@settings(deadline=None)
 def test_a_digest_sees_every_changed_byte(content: bytes, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(content) - 1))
     change = data.draw(st.integers(1, 255))
@@ -82,7 +81,6 @@ def test_a_digest_sees_every_changed_byte(content: bytes, data: st.DataObject) -
 
 
 @given(st.permutations(range(12)))
-@settings(deadline=None)
 def test_a_digest_depends_on_the_order(order: list[int]) -> None:
     words = torch.arange(12, dtype=torch.int32)
     same = order == list(range(12))

@@ -64,7 +64,7 @@ def run(
     from common.own_checks import require_own_checkers
     from common.run import run_all
 
-    require_own_checkers(config.verifier)
+    require_own_checkers(config.verifier, config.data.train)
     raise typer.Exit(0 if run_all(config) else 1)
 
 

@@ -105,7 +105,7 @@ def _problem(row: Mapping[str, Any], where: str, stem: str) -> Problem:
     if not isinstance(checker, str | None) or not isinstance(boxed, bool | None):
         raise DataError(f"{where}: `checker` must be a name and `boxed` true or false")
     source = str(row.get("source") or row.get("data_source") or stem)
-    problem = Problem(where, _conversation(row, where), _gold(row), source, checker, boxed)
+    problem = Problem(where, _conversation(row, where), _gold(row, where), source, checker, boxed)
     if not _is_text(f"{problem.text}{problem.gold}{source}"):
         raise DataError(f"{where} holds a lone surrogate, which is no text; mend or remove the row")
     return problem
@@ -140,10 +140,15 @@ def _conversation(row: Mapping[str, Any], where: str) -> Conversation:
     return turns
 
 
-def _gold(row: Mapping[str, Any]) -> Any:
+def _gold(row: Mapping[str, Any], where: str) -> Any:
     gold = row.get("answer")
     if gold in (None, "") and isinstance(row.get("reward_model"), dict):
         gold = row["reward_model"].get("ground_truth")
     if isinstance(gold, str) and GSM8K_MARK in gold:
         gold = gold.rpartition(GSM8K_MARK)[2].strip()
+    if isinstance(gold, (dict, list)):
+        raise DataError(
+            f"{where} has an `answer` that is neither a text nor a number; write what a checker "
+            "is to read of it as a text of JSON"
+        )
     return None if gold == "" else gold

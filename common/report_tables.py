@@ -14,7 +14,7 @@ def as_text(figures: dict[str, Any]) -> str:
     if not figures["batches"]:
         lines.append("No batch has been trained yet: there is nothing to say about learning.")
     for title, rows in tables(figures):
-        lines += ["", title, *(f"  {name:<34}{value}" for name, value in rows)]
+        lines += ["", title, *(f"  {name:<34}  {value}" for name, value in rows)]
     return "\n".join(lines) + "\n"
 
 

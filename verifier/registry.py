@@ -112,7 +112,9 @@ def get(name: str) -> Checker:
                     f"the checker {name!r} ({point.value}) cannot be loaded: {problem}"
                 ) from problem
             return Checker(name, function, pooled=not getattr(function, "fast", False))
-    remedy = "; verifier.checkers gives a file's function a name" if ".py" in name else ""
+    remedy = ""
+    if ".py" in name:
+        remedy = "; an option takes FILE.py:FUNCTION, in a recipe verifier.checkers gives it a name"
     raise UnknownChecker(f"no checker is named {name!r}; known: {', '.join(names())}{remedy}")
 
 
@@ -129,9 +131,15 @@ def as_verdict(result: Verdict | bool | float) -> Verdict:
     """A checker's result as a verdict; a score of 1 or more is correct."""
     if isinstance(result, Verdict):
         return _well_formed(result)
-    score = float(result)
+    try:
+        score = math.nan if isinstance(result, str) else float(result)
+    except (TypeError, ValueError):
+        score = math.nan
     if math.isnan(score):
-        return error("the checker returned NaN")
+        return error(
+            f"the checker returned {shorten(repr(result))}: return True, False, a number, or a "
+            "verifier.outcome.Verdict"
+        )
     return Verdict("correct" if score >= 1.0 else "wrong", reason=f"score {score:g}")
 
 

@@ -76,6 +76,37 @@ def test_a_verdict_of_another_form_is_an_error(file: Path, made: str) -> None:
     )
 
 
+@pytest.mark.parametrize("made", ["None", "'correct'", "{'score': 1}", "float('nan')"])
+def test_what_is_neither_a_truth_nor_a_number_nor_a_verdict_is_an_error_that_says_so(
+    file: Path, made: str
+) -> None:
+    file.write_text(f"{FILE}\ndef other(response, gold, **options): return {made}\n")
+    registry.install({"other": f"{file}:other"})
+    verdict = registry.run("other", "abc", "3", {})
+    assert verdict.outcome == "error"
+    assert "return True, False, a number, or a verifier.outcome.Verdict" in verdict.reason
+
+
+def test_a_start_tries_each_checker_on_an_empty_response_to_its_first_row(
+    file: Path, tmp_path: Path
+) -> None:
+    file.write_text(FILE + "\ndef forgets(response, gold, **options): response == gold\n")
+    rows = tmp_path / "rows.jsonl"
+    settings = VerifierSection(
+        checkers={"length": f"{file}:length", "forgets": f"{file}:forgets"}, checker="length"
+    )
+    rows.write_text(json.dumps({"prompt": "p", "answer": "3"}) + "\n")
+    require_own_checkers(settings, [str(rows), str(tmp_path / "not there yet.jsonl")])
+    rows.write_text(json.dumps({"prompt": "p", "answer": "3", "checker": "forgets"}) + "\n")
+    with pytest.raises(ConfigError, match=r"checkers.forgets.*row 1, gold '3': .*returned None"):
+        require_own_checkers(settings, [str(rows)])
+
+
+def test_a_default_checker_that_nothing_provides_is_named_by_its_key() -> None:
+    with pytest.raises(ConfigError, match="verifier.checker = 'honset': no checker is named"):
+        require_own_checkers(VerifierSection(checker="honset"))
+
+
 def test_its_code_is_not_run_in_the_process_that_asks_for_it(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("raise SystemExit('loaded')")
     registry.install({"mine": f"{tmp_path}/own.py:check"})

@@ -72,6 +72,7 @@ def test_columns_that_only_some_rows_of_a_parquet_file_fill_may_be_null(tmp_path
         ("[1]", "is no JSON object"),
         ('{"prompt": "\xff", "answer": "1"}', "is no JSON object"),
         ('{"answer": "1"}', "has no `prompt` text"),
+        ('{"prompt": "p", "answer": {"terms": [1]}}', "neither a text nor a number"),
         ('{"prompt": "", "answer": "1"}', "has no `prompt` text"),
         ('{"prompt": ["a"], "answer": "1"}', "has no `prompt` text"),
         ('{"prompt": [{"role": "user"}], "answer": "1"}', "has no `prompt` text"),

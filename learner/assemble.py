@@ -46,11 +46,13 @@ def require_trainable(group: StoredGroup, config: Config, vocabulary: int) -> No
 
     Raises:
         MessageError: a record that cannot be read, a token id that the model does not have, a
-            sequence above model.max_length, or a sample of another length than was judged.
+            sequence above model.max_length, or samples of other number or length than were judged.
     """
     limit = config.max_message_bytes
     prompt = decode(Prompt, group.prompt, limit)
     verdict = decode(Verdict, group.verdict, limit)
+    if len(verdict.samples) != len(group.samples):
+        raise MessageError(f"{len(group.samples)} samples, but {len(verdict.samples)} were judged")
     for judged, payload in zip(verdict.samples, group.samples, strict=True):
         sample = decode(Sample, payload, limit)
         length = len(prompt.token_ids) + len(sample.token_ids)

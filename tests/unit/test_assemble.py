@@ -134,6 +134,13 @@ def test_a_payload_that_would_end_the_ranks_is_refused(
         require_trainable(group, config(), vocabulary=49)
 
 
+def test_a_group_whose_verdict_is_of_other_samples_is_refused() -> None:
+    group = a_stored_group(5, lengths=(3, 2, 5, 1))
+    group = dataclasses.replace(group, samples=group.samples[:3])
+    with pytest.raises(MessageError, match="3 samples, but 4 were judged"):
+        require_trainable(group, config(), vocabulary=49)
+
+
 def test_response_tokens_count_every_sample_of_a_verdict() -> None:
     verdict = decode(VerdictRecord, a_stored_group(5, lengths=(3, 2, 5, 1)).verdict)
     assert response_tokens(verdict) == 11
